@@ -5,6 +5,8 @@ import io
 import json
 import os
 import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import jax.numpy as jnp
@@ -13,12 +15,14 @@ import pytest
 from click.testing import CliRunner
 from PIL import Image
 
-from loopfeed import TrainConfig, evaluate, predict, train
+from loopfeed import Predictor, TrainConfig, evaluate, predict, train
 from loopfeed.engine.commands import predict_cli
 from loopfeed.engine.commands.eval_cli import main as run_eval
 from loopfeed.engine.commands.predict_cli import main as predict_images
+from loopfeed.engine.evaluation.photographs import PhotographDecoder
 from loopfeed.engine.evaluation.predict import PredictionResult
 from loopfeed.engine.evaluation.result import ImagePredictions, write_predictions
+from loopfeed.engine.feed.feeder import FeederError
 from loopfeed.engine.records.weights import read_weights
 from loopfeed.preprocess.decoding.decode import ResizeRule, decode_image
 from loopfeed.preprocess.packing.pack import pack_split
@@ -113,8 +117,12 @@ def test_a_photograph_that_cannot_be_decoded_is_listed_and_the_others_are_classi
     assert [os.path.relpath(each, mixed) for each in found.images] == ["a\x1b[2J.jpg", "b/x.jpg", "z.png"]
     assert list(found.failures) == [0]
     assert found.labels[0].tolist() == [-1] * 3
-    alone = predict(folder / "run", [mixed / "b/x.jpg", mixed / "z.png"])
+    alone = predict(folder / "run", [mixed / "b/x.jpg", mixed / "z.png"], logits=True)
     np.testing.assert_array_equal(alone.labels, found.labels[1:])
+    assert alone.logits is not None
+    ranked = np.take_along_axis(alone.logits, alone.labels, axis=1)
+    shares = np.exp(ranked - np.log(np.exp(alone.logits.astype(np.float64)).sum(1, keepdims=True)))
+    np.testing.assert_allclose(alone.probabilities, shares, rtol=1e-6)
 
     code, out, err = invoke(predict_images, monkeypatch, folder, "run", "mixed", "--top", 1)
     assert code == 1
@@ -124,11 +132,12 @@ def test_a_photograph_that_cannot_be_decoded_is_listed_and_the_others_are_classi
     assert "\x1b" not in out + err
     assert "mixed: 1 file left out, whose names are not those of images" in err
     assert "2 images classified in " in err
-    code, out, _ = invoke(predict_images, monkeypatch, folder, "run", "mixed", "--json")
+    code, out, _ = invoke(predict_images, monkeypatch, folder, "run", "mixed", "--json", "--logits")
     rows = [json.loads(line) for line in out.splitlines()]
     assert (code, rows[0]["image"], rows[0]["error"]) == (1, "mixed/a\x1b[2J.jpg", found.failures[0])
     assert [each["label"] for each in rows[1]["predictions"]] == found.labels[1].tolist()
     assert [np.float32(each["probability"]) for each in rows[2]["predictions"]] == found.probabilities[2].tolist()
+    assert rows[1]["logits"] == pytest.approx(alone.logits[0], rel=1e-5)
     code, out, _ = invoke(predict_images, monkeypatch, folder, "run", "mixed/z.png", "mixed/b", "--csv", "--top", 2)
     table = list(csv.DictReader(io.StringIO(out)))
     assert code == 0
@@ -161,8 +170,11 @@ def test_names_of_classes_are_neither_formulas_nor_escapes_in_csv():
     [
         (["run", "nowhere"], "IMAGES must be files and folders, but nowhere does not exist"),
         (["run", "run/snapshots"], "IMAGES must contain images"),
-        (["nowhere", "photos"], "RUN must be a run folder, but nowhere does not exist"),
+        (["nowhere", "photos"], "weights must be a file, but nowhere does not exist: check the path"),
         (["run", "photos", "--json", "--csv"], "only one of --json and --csv can be given"),
+        (["run", "photos", "--csv", "--logits"], "--logits can be given only with --json"),
+        (["run/model.safetensors", "photos", "--snapshot", "best"], "a snapshot can be given only with a run"),
+        (["run", "photos", "--snapshot", "2"], "choose another step (available: 3)"),
         (["run", "photos", "--size", "6"], "got 6 × 6 px: crop the photographs to that size (--size, and --resize"),
         (["run", "photos", "--size", "6"], "the images must have the size used in training, 8 × 8 px"),
         (
@@ -181,7 +193,10 @@ def test_names_of_classes_are_neither_formulas_nor_escapes_in_csv():
                 ("--std", "0.5", "0.5", "0.5"),
             )
         ),
-        (["data/val/manifest.json", "photos"], "must be a complete safetensors file"),
+        (
+            ["data/val/manifest.json", "photos"],
+            "must be a safetensors file or a file of PyTorch 1.6 or newer, but data/val/manifest.json is JSON",
+        ),
     ],
 )
 def test_wrong_usage_is_one_clear_error(place, monkeypatch, arguments, message):
@@ -290,3 +305,42 @@ def test_weights_without_a_record_are_said_to_be_guessed(place, tmp_path):
     found = predict(tmp_path / "bare.safetensors", folder / "photos" / names[0], notify=told.append)
     assert any("photographs are resized to 10 px (bicubic) and cropped to 10 px: give --size" in each for each in told)
     assert found.class_of(found.labels[0, 0]).id == str(found.labels[0, 0])
+
+
+def test_a_predictor_takes_photographs_in_any_form_from_any_thread_in_batches_of_any_size(place):
+    folder, names = place
+    paths = [folder / "photos" / name for name in names if not name.endswith(f"{DEEP:02}.png")]
+    told: list[str] = []
+    predictor = Predictor(folder / "run", settings={"batch": 5}, notify=told.append)
+    predictor.warm_up(1, 3)
+    assert [line.partition(" in ")[0] for line in told if "compiled" in line] == [
+        "compiled the program for 1 images",
+        "compiled the program for 4 images",
+    ]
+    expected = predictor.predict(paths, logits=True)
+    assert expected.logits is not None
+    with Image.open(paths[1]) as opened:
+        opened.load()
+        forms = [paths[0].read_bytes(), opened, np.asarray(Image.open(paths[2])), paths[3]]
+        found = predictor.predict(forms, logits=True)
+        assert found.images == ("0", "1", "2", str(paths[3]))
+        np.testing.assert_array_equal(found.logits, expected.logits[:4])
+        assert predictor.predict(opened, top=1).labels.tolist() == [[expected.labels[1, 0]]]
+    with ThreadPoolExecutor(4) as pool:
+        sizes = [1, 2, 3, len(paths)] * 4
+        each_found = pool.map(lambda size: predictor.predict(paths[:size], logits=True), sizes)
+        for size, each in zip(sizes, each_found, strict=True):
+            np.testing.assert_allclose(np.asarray(each.logits), expected.logits[:size], rtol=1e-4, atol=1e-5)
+    # Programs are those of powers of two up to 4, the largest one that is at most the batch.
+    assert sum("compiled" in line for line in told) == 3
+    assert [len(part.images) for part in predictor.stream(paths)] == [4, 4, len(paths) - 8]
+
+
+def test_a_photograph_that_never_comes_ends_the_wait(place, monkeypatch):
+    folder, names = place
+    never = threading.Event()
+    monkeypatch.setattr(PhotographDecoder, "decode", lambda *_: never.wait(60))
+    predictor = Predictor(folder / "run", settings={"infeed_timeout_s": 0.1})
+    with pytest.raises(FeederError, match=r"was not read and decoded within 0\.1 s: check where it is stored"):
+        predictor.predict(folder / "photos" / names[0])
+    never.set()

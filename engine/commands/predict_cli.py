@@ -7,17 +7,18 @@ import csv
 import io
 import json
 import math
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from loopfeed.engine.commands.command_end import DONE, FAILED, ending, say_to_stderr
-from loopfeed.engine.commands.setting_options import overriding_option, setting_option
+from loopfeed.engine.commands.setting_options import overriding_option
 from loopfeed.engine.commands.user_parts import load_user_parts, take_part_names
-from loopfeed.engine.commands.weights_options import mean_option, model_option, std_option
+from loopfeed.engine.commands.weights_options import mean_option, model_option, parse_snapshot, std_option
 from loopfeed.engine.config import SETTINGS
 from loopfeed.engine.named_parts import compare_named
-from loopfeed.preprocess.commands.completion import complete_file
+from loopfeed.preprocess.commands.completion import complete_file, complete_word
 from loopfeed.preprocess.commands.grouped_help import GroupedCommand
 from loopfeed.preprocess.commands.guarded_output import write_data
 from loopfeed.preprocess.commands.storage import storage_option
@@ -28,16 +29,20 @@ from loopfeed.preprocess.quantities import quantity
 from loopfeed.preprocess.storage_options import parse_pairs
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import numpy as np
+
     from loopfeed.engine.evaluation.predict import PredictionResult
 
 _GROUPS = {
-    "Output": ("top", "as_json", "as_csv", "traceback"),
+    "Output": ("top", "as_json", "as_csv", "logits", "traceback"),
     "Images": ("size", "resize", "resample", "levels", "truncated", "image_size"),
     "Weights from a file": ("model", "mean", "std"),
     "Evaluation": ("batch", "eval_mirror", "precision", "kernels"),
-    "Infeed": ("prefetch", "reader_threads", "infeed_timeout_s", "transport"),
+    "Reading": ("reader_threads", "infeed_timeout_s"),
     "Compilation": ("compilation_cache",),
-    "Stored run": ("storage_option",),
+    "Run": ("snapshot", "storage_option"),
 }
 _SETTINGS = tuple(
     name for names in _GROUPS.values() for name in names if name in SETTINGS and name not in ("mean", "std")
@@ -50,6 +55,7 @@ Examples:
   predict-images runs/photos holiday/
   predict-images runs/photos cat.jpg dog.png --top 1
   predict-images model.safetensors holiday/ --csv > holiday.csv
+  predict-images runs/photos holiday/ --json --logits | jq -c '[.image, .logits]'
 """
 _AS_RUN = "as in the run"
 
@@ -60,6 +66,15 @@ _AS_RUN = "as in the run"
 @click.option("--top", type=click.IntRange(min=1), default=5, metavar="N", help="Number of classes for each image.")
 @click.option("--json", "as_json", is_flag=True, help="Print one line of JSON for each image instead of text.")
 @click.option("--csv", "as_csv", is_flag=True, help="Print CSV, one line for each image and class, instead of text.")
+@click.option("--logits", is_flag=True, help="With --json: also print the logits of all classes, by label.")
+@click.option(
+    "--snapshot",
+    metavar="STEP|best",
+    show_default="the weights of the run, else its newest snapshot",
+    callback=parse_snapshot,
+    shell_complete=complete_word(lambda: ("best",)),
+    help="Classify with a snapshot of the run; best is the kept snapshot with the best evaluation.",
+)
 @click.option(
     "--size",
     type=click.IntRange(1, MAX_SIZE),
@@ -110,78 +125,97 @@ _AS_RUN = "as in the run"
 @overriding_option(
     "kernels", default_text=f"{_AS_RUN}, else {SETTINGS['kernels'].default}", help_text="Kernels of a CPU."
 )
-@overriding_option("prefetch", default_text=f"{_AS_RUN}, else 4, or more if the batches are small")
 @overriding_option(
     "reader_threads", default_text="number of cores", help_text="Number of threads that decode photographs."
 )
 @overriding_option(
     "infeed_timeout_s",
     default_text=f"{_AS_RUN}, else {SETTINGS['infeed_timeout_s'].default}",
-    help_text="Fail if a batch is not decoded within this time.",
+    help_text="Fail if a photograph is not decoded within this time.",
 )
-@setting_option("transport")
 @overriding_option("compilation_cache", default_text=SETTINGS["compilation_cache"].render_default())
 @storage_option
 def main(
-    *, run: str, images: tuple[str, ...], top: int, as_json: bool, as_csv: bool, traceback: bool, **options: Any
+    *,
+    run: str,
+    images: tuple[str, ...],
+    top: int,
+    as_json: bool,
+    as_csv: bool,
+    logits: bool,
+    traceback: bool,
+    **options: Any,
 ) -> None:
-    """Classify photographs with the weights of a run, which may still be training, or of a safetensors file.
+    """Classify photographs with the weights of a run, which may still be training, or of a weights file.
 
-    RUN is a folder, or the URL of a run in an object store.
+    RUN is a folder, or the URL of a run in an object store. FILE is what run-train --init-from takes.
 
     IMAGES are files and folders; of a folder, all image files in it and below it, sorted by path. Each photograph is
     decoded, resized and cropped as when the training data were packed.
 
-    The result goes to stdout, and all other messages go to stderr. Exit codes: 0 done, 1 failed, or an image cannot be
-    decoded (the others are still classified), 2 wrong usage, 130 stopped by SIGINT, SIGTERM or SIGHUP.
+    The results go to stdout batch by batch, and all other messages go to stderr. Exit codes: 0 done, 1 failed, or an
+    image cannot be decoded (the others are still classified), 2 wrong usage, 130 stopped by SIGINT, SIGTERM or SIGHUP.
     """
-    with ending("predict-images", "stopped before there was a result", traceback=traceback) as end:
+    with ending("predict-images", "stopped before all images were classified", traceback=traceback) as end:
         if as_json and as_csv:
             raise ValueError("only one of --json and --csv can be given, got both: leave one out")
-        result = _predict(run, images, top, options)
-        if as_json or as_csv:
-            write_data(_json(result) if as_json else _csv(result))
-        else:
-            click.echo(_text(result), nl=False)
-        num_images, num_failed = len(result.images), len(result.failures)
+        if logits and not as_json:
+            raise ValueError("--logits can be given only with --json: add it, or leave --logits out")
+        num_images = num_failed = 0
+        predict_s = 0.0
+        for part in _predict(run, images, top, options, logits=logits):
+            if as_json or as_csv:
+                write_data(_json(part) if as_json else _csv(part, with_header=not num_images))
+            else:
+                click.echo(_text(part), nl=False)
+            num_images += len(part.images)
+            num_failed += len(part.failures)
+            predict_s += part.predict_s
         say_to_stderr(
-            f"{quantity(num_images - num_failed, 'image')} classified in {result.predict_s:.1f} s"
+            f"{quantity(num_images - num_failed, 'image')} classified in {predict_s:.1f} s"
             + (f", {num_failed:,} could not be decoded" if num_failed else "")
         )
-        end.code = FAILED if result.failures else DONE
+        end.code = FAILED if num_failed else DONE
 
 
-def _predict(run: str, images: tuple[str, ...], top: int, options: dict[str, Any]) -> "PredictionResult":
-    from loopfeed.engine.evaluation.predict import predict
+def _predict(
+    run: str, images: tuple[str, ...], top: int, options: dict[str, Any], *, logits: bool
+) -> "Iterator[PredictionResult]":
+    from loopfeed.engine.control.board import ControlBoard
+    from loopfeed.engine.control.signals import StopSignals, ignore_message
+    from loopfeed.engine.evaluation.predict import Predictor
     from loopfeed.engine.records.recorded_run import read_recorded
-    from loopfeed.engine.records.stored.reading import local_copy, naming_in, with_weights
 
-    with local_copy(run, parse_pairs(options["storage_option"]), with_weights(None)) as place:
-        notify = naming_in(say_to_stderr, place, run)
-        parts = load_user_parts(take_part_names(options, {"model": None}))
-        if parts.named and place.is_dir():
-            for warning in compare_named(read_recorded(place).resolved, parts.named):
-                notify(warning)
-        return predict(
-            place,
-            images,
-            top=top,
+    storage_options = parse_pairs(options["storage_option"])
+    parts = load_user_parts(take_part_names(options, {"model": None}))
+    if parts.named and Path(run).is_dir():
+        for warning in compare_named(read_recorded(Path(run)).resolved, parts.named):
+            say_to_stderr(warning)
+    with StopSignals(ControlBoard(), ignore_message):
+        predictor = Predictor(
+            run,
             model=parts.model,
             settings={name: options[name] for name in _SETTINGS if options[name] is not None},
             mean=options["mean"],
             std=options["std"],
             resize_rule={name: options[name] for name in _RULE if options[name] is not None},
-            notify=notify,
+            snapshot=options["snapshot"],
+            notify=say_to_stderr,
+            storage_options=storage_options,
         )
+        yield from predictor.stream(images, top=top, logits=logits)
 
 
 def _ranked(result: "PredictionResult", index: int) -> list[tuple[int, str, str, float | None]]:
     """Return label, identifier, name and probability of each class of an image; the probability is None if NaN."""
     ranked = zip(result.labels[index].tolist(), result.probabilities[index], strict=True)
     named = ((label, result.class_of(label), share) for label, share in ranked)
-    return [
-        (label, each.id, each.name, float(str(share)) if math.isfinite(share) else None) for label, each, share in named
-    ]
+    return [(label, each.id, each.name, _number(share)) for label, each, share in named]
+
+
+def _number(value: "np.float32") -> float | None:
+    """Return a float32 as the shortest decimal number that stands for it, None if it is not finite."""
+    return float(str(value)) if math.isfinite(value) else None
 
 
 def _text(result: "PredictionResult") -> str:
@@ -205,14 +239,14 @@ def _json(result: "PredictionResult") -> str:
             lines.append({"image": image, "error": result.failures[index]})
             continue
         keys = ("label", "class", "name", "probability")
-        lines.append(
-            {"image": image, "predictions": [dict(zip(keys, each, strict=True)) for each in _ranked(result, index)]}
-        )
+        ranked = [dict(zip(keys, each, strict=True)) for each in _ranked(result, index)]
+        logits = {} if result.logits is None else {"logits": [_number(each) for each in result.logits[index]]}
+        lines.append({"image": image, "predictions": ranked, **logits})
     return "".join(f"{json.dumps(line)}\n" for line in lines)
 
 
-def _csv(result: "PredictionResult") -> str:
-    rows: list[tuple[Any, ...]] = [_COLUMNS]
+def _csv(result: "PredictionResult", *, with_header: bool = True) -> str:
+    rows: list[tuple[Any, ...]] = [_COLUMNS] if with_header else []
     for index, image in enumerate(result.images):
         if index in result.failures:
             rows.append((spreadsheet_cell(image), "", "", "", "", "", _cell(result.failures[index])))

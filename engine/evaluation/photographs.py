@@ -1,29 +1,31 @@
 """Photographs to classify: the files that were asked for, decoded as packing does, and images in memory.
 
-Owns which files of a folder are photographs, and the batches. Must not know: models, programs.
+Owns which files of a folder are photographs. Must not know: models, programs.
 """
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL.Image import Image
 
-from loopfeed.engine.feed.batches import PADDING_LABEL, Labels, Pixels
+from loopfeed.engine.feed.batches import Pixels
 from loopfeed.preprocess.decoding.decode import ResizeRule, decode_stored
 from loopfeed.preprocess.decoding.memory_budget import file_budget, pixel_budget
-from loopfeed.preprocess.extents import Extent
+from loopfeed.preprocess.extents import Whole
 from loopfeed.preprocess.pixels import pack_rgb
 from loopfeed.preprocess.regular_file import read_regular
+from loopfeed.preprocess.sources.array_images import encode_array
 from loopfeed.preprocess.sources.selection import IMAGE_SUFFIXES, is_image_name
 from loopfeed.preprocess.system_entries import count_ignored, describe_ignored, is_hidden
-from loopfeed.preprocess.system_errors import error_text, reading_remedy, status_of
+from loopfeed.preprocess.system_errors import reading_remedy, status_of
 
 _MOST_FILE_BYTES = 1 << 30
-_ANY_CLASS = 0
+# The modes of Pillow whose arrays are images; others are converted.
+_ARRAY_MODES = ("L", "RGB", "RGBA", "I;16")
 
 
 def list_photographs(paths: Iterable[str | os.PathLike[str]], notify: Callable[[str], None]) -> tuple[str, ...]:
@@ -71,81 +73,69 @@ def _files_below(folder: str, notify: Callable[[str], None]) -> list[str]:
     return sorted(files, key=os.fsencode)
 
 
-class PhotographBatches:
-    """Batches of photographs, decoded as they are read; a photograph that cannot be decoded becomes a padding row.
-
-    Args:
-        files: the photographs.
-        rule: how they are resized and cropped.
-        batch: images per batch.
-        timeout_s: how long an image may wait for memory, in seconds.
+class Geometry(NamedTuple):
+    """The size of images as they are decoded, before the crop that a network receives.
 
     Attributes:
-        failures: the reason for each photograph that cannot be decoded, by its index, complete after the last batch.
+        height, width: in pixels.
+        whole: the geometry of whole pictures, None for images that fill their pixels.
     """
 
-    thread_safe = True
-
-    def __init__(self, files: Sequence[str], rule: ResizeRule, *, batch: int, timeout_s: float) -> None:
-        self._files, self._rule = files, rule
-        self.batch, self.whole = batch, rule.whole
-        self.height, self.width = rule.stored_shape
-        self.num_batches = -(-len(files) // batch)
-        self.failures: dict[int, str] = {}
-        self._pixels, self._bytes = pixel_budget(timeout_s), file_budget(timeout_s)
-
-    def fill(self, batch_index: int, rows: range, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:  # noqa: ARG002
-        """Decode the photographs of a batch; their label is 0, and that of padding rows is PADDING_LABEL."""
-        pixels[...], labels[...] = 0, PADDING_LABEL
-        if self.whole:
-            labels[:, 0] = Extent(self.height, self.width, is_transposed=False).to_word()
-        start = batch_index % self.num_batches * self.batch + rows.start
-        for row, index in enumerate(range(start, min(start + len(rows), len(self._files)))):
-            if (decoded := self._decode(index)) is None:
-                continue
-            image, extent = decoded
-            pixels[row] = pack_rgb(np.asarray(image))
-            labels[row] = _ANY_CLASS if extent is None else (extent.to_word(), _ANY_CLASS)
-
-    def _decode(self, index: int) -> tuple[Image, Extent | None] | None:
-        path = self._files[index]
-        try:
-            with self._bytes.held(2 * Path(path).stat().st_size):
-                encoded = read_regular(path, max_bytes=_MOST_FILE_BYTES)
-                return decode_stored(encoded, self._rule, budget=self._pixels)
-        except (OSError, ValueError) as error:
-            self.failures[index] = error_text(error)
-            return None
+    height: int
+    width: int
+    whole: Whole | None = None
 
 
-class RgbBatches:
-    """Batches of images in memory.
+class PhotographDecoder:
+    """Decodes photographs as packing does, on any thread, with a limit for the memory of all that are being decoded.
 
     Args:
-        images: uint8 [N, H, W, 3], RGB.
-        batch: images per batch.
-
-    Raises:
-        ValueError: if the array has another shape or dtype, or is empty.
+        rule: how they are resized and cropped.
+        timeout_s: how long an image may wait for memory, in seconds.
     """
 
-    thread_safe = True
+    def __init__(self, rule: ResizeRule, timeout_s: float) -> None:
+        self._rule = rule
+        self.geometry = Geometry(*rule.stored_shape, rule.whole)
+        self._pixels, self._bytes = pixel_budget(timeout_s), file_budget(timeout_s)
 
-    def __init__(self, images: Any, *, batch: int) -> None:
-        images = np.asarray(images)
-        if images.dtype != np.uint8 or images.ndim != 4 or images.shape[-1] != 3 or not images.size:
-            raise ValueError(
-                f"images must be paths or an array uint8 [N, H, W, 3] of RGB, got {images.dtype} "
-                f"{list(images.shape)}: convert them"
-            )
-        self._images = images
-        self.batch, self.height, self.width = batch, images.shape[1], images.shape[2]
-        self.num_batches = -(-len(images) // batch)
-        self.failures: dict[int, str] = {}
+    def decode(self, photograph: Any) -> tuple[Pixels, int]:
+        """Return a photograph's packed pixels, uint32 [H, W], and the word of its place, 0 if it fills them.
 
-    def fill(self, batch_index: int, rows: range, pixels: Pixels, labels: Labels, *, timeout_s: float) -> None:  # noqa: ARG002
-        """Pack the images of a batch; padding rows are black and have PADDING_LABEL."""
-        start = batch_index % self.num_batches * self.batch + rows.start
-        packed = pack_rgb(self._images[start : start + len(rows)])
-        pixels[: len(packed)], pixels[len(packed) :] = packed, 0
-        labels[: len(packed)], labels[len(packed) :] = _ANY_CLASS, PADDING_LABEL
+        Args:
+            photograph: a path, the bytes of a file, a `PIL.Image.Image`, or an array as
+                `loopfeed.preprocess.sources.array_images.encode_array` takes it.
+
+        Raises:
+            OSError, ValueError: it cannot be read or decoded.
+        """
+        if isinstance(photograph, str | os.PathLike):
+            with self._bytes.held(2 * Path(photograph).stat().st_size):
+                encoded = read_regular(photograph, max_bytes=_MOST_FILE_BYTES)
+                image, extent = decode_stored(encoded, self._rule, budget=self._pixels)
+        else:
+            image, extent = decode_stored(_encoded(photograph), self._rule, budget=self._pixels)
+        return pack_rgb(np.asarray(image)), 0 if extent is None else extent.to_word()
+
+
+def _encoded(image: Any) -> bytes:
+    if isinstance(image, bytes | bytearray | memoryview):
+        return bytes(image)
+    if isinstance(image, Image):
+        image = image if image.mode in _ARRAY_MODES else image.convert("RGB")
+    return encode_array(np.asarray(image))
+
+
+def pack_arrays(images: Any) -> Pixels:
+    """Return images in memory as packed pixels, uint32 [N, H, W].
+
+    Raises:
+        ValueError: they are no array uint8 [N, H, W, 3], or there are none.
+    """
+    images = np.asarray(images)
+    if images.dtype != np.uint8 or images.ndim != 4 or images.shape[-1] != 3 or not images.size:
+        raise ValueError(
+            f"images must be paths or an array uint8 [N, H, W, 3] of RGB, got {images.dtype} "
+            f"{list(images.shape)}: convert them"
+        )
+    return pack_rgb(images)

@@ -1,57 +1,40 @@
-"""Classification of photographs with trained weights, by the program that evaluates them.
+"""Classification of photographs with trained weights, as an evaluation of their pack decides.
 
-Owns the order of the steps and what is returned. `loopfeed.engine.evaluation.counting` compiles and runs the program.
+Owns what may be given, the order of the steps and what is returned. `loopfeed.engine.evaluation.programs` owns the
+weights and the programs.
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from itertools import accumulate, batched
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL.Image import Image
 
-from loopfeed.engine.config import TrainConfig
 from loopfeed.engine.control.board import ControlBoard
-from loopfeed.engine.control.signals import StopSignals, ignore_message
-from loopfeed.engine.crossing.choice import this_platform
-from loopfeed.engine.evaluation.counting import RankedClasses, predictions_of, run_evaluation
-from loopfeed.engine.evaluation.photographs import PhotographBatches, RgbBatches, list_photographs
-from loopfeed.engine.evaluation.subject import (
-    Channels,
-    Subject,
-    at_one_size,
-    check_user_model,
-    describe_weights_of,
-    file_subject,
-    run_subject,
-)
-from loopfeed.engine.parts import NO_PARTS
-from loopfeed.engine.program.kernels import refuse_missing_kernels
+from loopfeed.engine.control.signals import StopSignals, call_on_worker, ignore_message
+from loopfeed.engine.evaluation.photographs import Geometry, PhotographDecoder, list_photographs, pack_arrays
+from loopfeed.engine.evaluation.programs import OpenedWeights, Outputs, Programs, open_weights
+from loopfeed.engine.evaluation.subject import Channels
+from loopfeed.engine.feed.batches import Pixels
+from loopfeed.engine.feed.feeder import FeederError
 from loopfeed.engine.program.train_state import TrainModel
-from loopfeed.engine.records.stored.reading import local_copy, naming_in, with_weights
-from loopfeed.engine.records.trained_run import TrainedRun, read_run
-from loopfeed.engine.records.weights import StoredWeights, read_weights
-from loopfeed.engine.records.weights_metadata import (
-    IMAGE_SIZE,
-    MEAN,
-    STD,
-    TARGETS,
-    check_metadata,
-    classes_of,
-    image_size_in,
-    resize_rule_of,
-)
-from loopfeed.engine.settings import SettingError
-from loopfeed.preprocess.control_groups import num_cores
+from loopfeed.engine.records.weights_metadata import IMAGE_SIZE, TARGETS, image_size_in, resize_rule_of
 from loopfeed.preprocess.decoding.decode import ResizeRule
 from loopfeed.preprocess.decoding.default_resize import default_resize
 from loopfeed.preprocess.shards.classes import ImageClass
+from loopfeed.preprocess.system_errors import error_text
+from loopfeed.preprocess.workers import Pool
 
 _USUAL_SIZE = 224
-# The only one that has an effect on photographs.
-_OF_USER = ("compilation_cache",)
+# Batches that are decoded while another is classified.
+_AHEAD = 1
 _LARGER_CROPS = "crop the photographs to that size (--size, and --resize for the shorter side before the crop)"
 _LARGER_ARRAYS = "give arrays of that size"
 
@@ -67,7 +50,9 @@ class PredictionResult:
         probabilities: float32 [N, T], their softmax probabilities; NaN for an image that cannot be decoded.
         classes: the classes by label, () if the weights do not record them; there can be fewer than K.
         failures: the reason for each image that cannot be decoded, by its index.
-        predict_s: seconds from the launch of the program to its end.
+        predict_s: seconds to decode and classify, without compilation.
+        logits: float32 [N, K], the outputs of the network, NaN for an image that cannot be decoded; None if they were
+            not asked for.
     """
 
     images: tuple[str, ...]
@@ -76,10 +61,157 @@ class PredictionResult:
     classes: tuple[ImageClass, ...]
     failures: Mapping[int, str]
     predict_s: float
+    logits: NDArray[np.float32] | None = None
 
     def class_of(self, label: int) -> ImageClass:
         """Return the class of a label; without names, both its identifier and its name are the label's digits."""
         return self.classes[label] if 0 <= label < len(self.classes) else ImageClass(str(label), str(label))
+
+
+class Predictor:
+    """Trained weights that are kept ready to classify images, for many calls.
+
+    Any number of threads may call it at once. Images are computed in batches of powers of two, up to the batch size of
+    the settings, each of which is compiled when it is first needed; with `warm_up` that is before the first call. The
+    numbers for an image may differ in their last digits between batch sizes.
+
+    Args:
+        run_or_file: the folder or URL of a run, which may still be in progress, or weights as `init_from` takes them.
+        model: your own model, if the run trained one.
+        settings: of `TrainConfig`, to replace those of the run: batch, image_size, eval_mirror, precision, kernels,
+            model (of a file), reader_threads, infeed_timeout_s and compilation_cache.
+        mean, std: of each channel on the scale 0 … 1; None uses those of the file or, without them, ImageNet's. Only
+            for a file.
+        resize_rule: values of size, resize, resample, levels and truncated to use instead of those in the weights.
+        snapshot: the step of the snapshot of a run, or "best"; None is the run's weights or its newest snapshot.
+        notify: called with one-line messages about the weights, from any thread.
+        storage_options: how to reach the store of a URL, see `loopfeed.preprocess.storage_options.STORAGE_OPTIONS`.
+
+    Attributes:
+        classes: the classes by label, () if the weights do not record them; there can be fewer than K.
+
+    Raises:
+        ValueError: the weights, the model and the settings do not fit together.
+
+    Example:
+        >>> predictor = Predictor("run", model=model)
+        >>> result = predictor.predict("photographs/val/red/0.png", top=1)
+        >>> [predictor.classes[label].name for label in result.labels[0]]
+        ['red']
+    """
+
+    def __init__(
+        self,
+        run_or_file: str | os.PathLike[str],
+        *,
+        model: TrainModel | None = None,
+        settings: Mapping[str, Any] | None = None,
+        mean: Channels | None = None,
+        std: Channels | None = None,
+        resize_rule: Mapping[str, Any] | None = None,
+        snapshot: int | Literal["best"] | None = None,
+        notify: Callable[[str], None] = lambda _: None,
+        storage_options: Mapping[str, str] | None = None,
+    ) -> None:
+        opened = open_weights(
+            run_or_file,
+            model=model,
+            settings=settings,
+            mean=mean,
+            std=std,
+            snapshot=snapshot,
+            notify=notify,
+            storage_options=storage_options,
+        )
+        _check_outputs(opened, os.fspath(run_or_file))
+        self.classes = opened.classes
+        self._opened, self._notify, self._rule = opened, notify, dict(resize_rule or {})
+        self._decoder: PhotographDecoder | None = None
+        self._programs = Programs(opened, model, mean, std, notify, is_chosen=snapshot is not None)
+        self._pool = Pool(opened.config.reader_threads or 1, "photographs")
+
+    def warm_up(self, *num_images: int) -> None:
+        """Compile the programs for photographs in batches of these sizes, or of one photograph if none is given."""
+        for count in num_images or (1,):
+            self._programs.prepare(self._photographs().geometry, min(count, self._programs.largest_batch))
+
+    def predict(self, images: Any, *, top: int = 5, logits: bool = False) -> PredictionResult:
+        """Classify images, as `loopfeed.predict` does.
+
+        Args:
+            images: a photograph or a list of photographs: paths, the bytes of files, or `PIL.Image.Image` objects, in
+                memory also arrays of one image each, if some of the others are bytes or Pillow's; paths of folders of
+                photographs; or an array uint8 [N, H, W, 3] of RGB images, of which the centre is the input of the
+                network.
+            top: T, how many classes to return for each image; all K if there are fewer.
+            logits: whether to return the logits too, N · K numbers.
+
+        Raises:
+            ValueError: there are no images, or the weights are not for images of their size.
+            FeederError: a photograph was not decoded in time.
+        """
+        return _joined(tuple(self.stream(images, top=top, logits=logits)))
+
+    def stream(self, images: Any, *, top: int = 5, logits: bool = False) -> Iterator[PredictionResult]:
+        """Classify images as `predict` does, and yield the result of each batch when there is one."""
+        if type(top) is not int or top < 1:
+            raise ValueError(f"top must be a whole number ≥ 1, got {top!r}")
+        names, given = _listed(images, self._notify)
+        batch = self._programs.largest_batch
+        # Signals are handled between the batches of many; of one, a thread of its own would be a part of its latency.
+        call = call_on_worker if len(names) > batch else _call
+        decoded = self._packed(given, batch) if isinstance(given, np.ndarray) else self._decoded(names, given, batch)
+        for part in batched(names, batch):
+            each = next(decoded)
+            found = call(self._programs, each.geometry, each.pixels, each.words) if len(each.pixels) else None
+            yield _ranked(part, each, found, min(top, each.num_classes), self.classes, logits=logits)
+
+    def _photographs(self) -> PhotographDecoder:
+        if self._decoder is None:
+            opened = self._opened
+            rule = _rule_of(opened, self._rule, self._notify)
+            self._decoder = PhotographDecoder(rule, opened.config.infeed_timeout_s)
+        return self._decoder
+
+    def _packed(self, images: NDArray[Any], batch: int) -> Iterator["_Decoded"]:
+        """Yield the batches of an array."""
+        for start in range(0, len(images), batch):
+            started = time.perf_counter()
+            pixels = pack_arrays(images[start : start + batch])
+            geometry = Geometry(*pixels.shape[1:])
+            num_classes = self._programs.prepare(geometry, len(pixels), _LARGER_ARRAYS)
+            yield _Decoded(geometry, num_classes, pixels, np.zeros(len(pixels), np.int32), {}, started)
+
+    def _decoded(self, names: Sequence[str], photographs: Sequence[Any], batch: int) -> Iterator["_Decoded"]:
+        """Yield the batches of photographs; the next ones are decoded meanwhile."""
+        decoder = self._photographs()
+        num_classes = self._programs.prepare(decoder.geometry, min(len(photographs), batch), _LARGER_CROPS)
+        submitted = (
+            [self._pool.submit(_tried, decoder, each) for each in part] for part in batched(photographs, batch)
+        )
+        ahead: deque[list[Future[_Tried]]] = deque()
+        starts = range(0, len(photographs), batch)
+        for start in starts:
+            started = time.perf_counter()
+            while len(ahead) <= _AHEAD and (more := next(submitted, None)) is not None:
+                ahead.append(more)
+            tried = [self._wait(each, names[start + row]) for row, each in enumerate(ahead.popleft())]
+            rows = [each for each in tried if not isinstance(each, str)]
+            failures = {row: each for row, each in enumerate(tried) if isinstance(each, str)}
+            shape = decoder.geometry.height, decoder.geometry.width
+            pixels = np.stack([each[0] for each in rows]) if rows else np.zeros((0, *shape), np.uint32)
+            words = np.array([each[1] for each in rows], np.int32)
+            yield _Decoded(decoder.geometry, num_classes, pixels, words, failures, started)
+
+    def _wait(self, future: Future["_Tried"], name: str) -> "_Tried":
+        limit_s = self._opened.config.infeed_timeout_s
+        try:
+            return future.result(limit_s)
+        except TimeoutError:
+            raise FeederError(
+                f"{name} was not read and decoded within {limit_s:g} s: check where it is stored, or raise "
+                "infeed_timeout_s"
+            ) from None
 
 
 def predict(
@@ -92,169 +224,114 @@ def predict(
     mean: Channels | None = None,
     std: Channels | None = None,
     resize_rule: Mapping[str, Any] | None = None,
+    snapshot: int | Literal["best"] | None = None,
+    logits: bool = False,
     notify: Callable[[str], None] = lambda _: None,
     storage_options: Mapping[str, str] | None = None,
 ) -> PredictionResult:
-    """Classify photographs, with the same preprocessing and the same program as an evaluation of their pack.
+    """Classify photographs, with the same preprocessing and the same computation as an evaluation of their pack.
 
     With the batch size of an evaluation, the decisions are those of the evaluation on a CPU bit for bit; with another
-    one, probabilities may differ in their last digits.
+    one, probabilities may differ in their last digits. For many calls with the same weights, see `loopfeed.Predictor`.
 
     Args:
-        run_or_file: the folder or URL of a run, which may still be in progress, or a safetensors file.
-        images: paths of photographs and of folders of photographs, or an array uint8 [N, H, W, 3] of RGB images, of
-            which the centre is the input of the network.
-        top: T, how many classes to return for each image; all K if there are fewer.
-        model: your own model, if the run trained one.
-        settings: of `TrainConfig`, to replace those of the run: batch, image_size, eval_mirror, precision, kernels,
-            model (of a file) and those of the infeed and the compilation.
-        mean, std: of each channel on the scale 0 … 1; None uses those of the file or, without them, ImageNet's. Only
-            for a file.
-        resize_rule: values of size, resize, resample, levels and truncated to use instead of those in the weights.
-        notify: called with one-line messages about the weights.
-        storage_options: how to reach the store of a URL, see `loopfeed.preprocess.storage_options.STORAGE_OPTIONS`.
+        run_or_file, model, settings, mean, std, resize_rule, snapshot, notify, storage_options: as for
+            `loopfeed.Predictor`.
+        images, top, logits: as for `loopfeed.Predictor.predict`.
 
     Raises:
         ValueError: if the weights, the model and the settings do not fit together, or there are no images.
         KeyboardInterrupt: on SIGINT, SIGTERM or SIGHUP, if the caller is the main thread.
-        FeederError: if a batch was not decoded in time.
+        FeederError: if a photograph was not decoded in time.
 
     Example:
         >>> result = predict("run", ["photographs/val/red/0.png"], model=model, top=1)
         >>> [result.classes[label].name for label in result.labels[0]]
         ['red']
     """
-    if type(top) is not int or top < 1:
-        raise ValueError(f"top must be a whole number ≥ 1, got {top!r}")
-    with local_copy(run_or_file, storage_options, with_weights(None)) as path:
-        say = naming_in(notify, path, run_or_file)
-        return _predict(path, images, top, model, dict(settings or {}), mean, std, resize_rule, say)
+    with StopSignals(ControlBoard(), ignore_message):
+        predictor = Predictor(
+            run_or_file,
+            model=model,
+            settings=settings,
+            mean=mean,
+            std=std,
+            resize_rule=resize_rule,
+            snapshot=snapshot,
+            notify=notify,
+            storage_options=storage_options,
+        )
+        return predictor.predict(images, top=top, logits=logits)
 
 
-def _predict(
-    path: Path,
-    images: Any,
-    top: int,
-    model: TrainModel | None,
-    given: Mapping[str, Any],
-    mean: Channels | None,
-    std: Channels | None,
-    resize_rule: Mapping[str, Any] | None,
-    notify: Callable[[str], None],
-) -> PredictionResult:
-    """Classify with the weights of a run folder or of a file."""
-    recorded = None if path.is_file() else read_run(path)
-    stored = read_weights(path) if recorded is None else recorded.weights
-    if recorded is not None:
-        _check_labels(recorded)
-    given_scale = {key for key, value in ((MEAN, mean), (STD, std)) if value is not None}
-    given_size = {IMAGE_SIZE} if given.get("image_size") is not None else set()
-    check_metadata(stored.metadata, os.fspath(path), given=given_scale | given_size)
-    _check_outputs(stored, path)
-    if recorded is not None:
-        _check_leaves_out(path, {"model": given.get("model"), "mean": mean, "std": std})
-        check_user_model(recorded, model, function="loopfeed.predict", command="predict-images")
-    elif model is not None:
-        raise ValueError(f"a model can be given only with a run, got the file {path}: give the folder of the run")
-    config = replace(TrainConfig() if recorded is None else recorded.config, **at_one_size(given))
-    if recorded is not None and (line := recorded.record.describe_replaced(config, _OF_USER, _OF_USER)) is not None:
-        notify(line)
-    refuse_missing_kernels(config, given, this_platform())
-    # The labels of photographs are unknown: the loss is not used.
-    config = replace(config, loss="cross-entropy", label_smoothing=0.0)
-    if "reader_threads" not in given:
-        config = replace(config, reader_threads=num_cores())
-    names, source = _open(images, config, stored, os.fspath(path), recorded, resize_rule, notify)
-    remedy = _LARGER_CROPS if isinstance(source, PhotographBatches) else _LARGER_ARRAYS
-    board = ControlBoard()
-    with StopSignals(board, ignore_message):
-        if recorded is None:
-            subject = file_subject(os.fspath(path), stored, config, source, mean, std, notify, remedy)
-            notify(f"weights: {path}, {subject.name}" + (" (no digest: unchecked)" if stored.digest is None else ""))
-        else:
-            subject = run_subject(recorded, config, model, source, notify, remedy)
-            describe_weights_of(recorded, subject, notify, is_chosen=False)
-        return _classify(subject, source, names, top, classes_of(stored.metadata, os.fspath(path)), board, notify)
+type _Tried = tuple[Pixels, int] | str
+"""A decoded photograph and the word of its place, or why it cannot be decoded."""
 
 
-def _check_leaves_out(path: Path, of_file: Mapping[str, Any]) -> None:
-    """Raise ValueError if one of the settings that only a weights file needs is given with a run."""
-    for name, value in of_file.items():
-        if value is not None:
-            raise SettingError(
-                name,
-                "{setting} can be given only with a weights file, got the run {path} instead: leave {setting} out",
-                path=path,
-            )
+class _Decoded(NamedTuple):
+    """A batch: the pixels and words of the images that were decoded, the failures by row, and when it began."""
+
+    geometry: Geometry
+    num_classes: int
+    pixels: Pixels
+    words: NDArray[np.int32]
+    failures: dict[int, str]
+    started: float
 
 
-def _check_labels(recorded: TrainedRun) -> None:
+def _tried(decoder: PhotographDecoder, photograph: Any) -> _Tried:
+    try:
+        return decoder.decode(photograph)
+    except (OSError, ValueError) as error:
+        return error_text(error)
+
+
+def _call[T](function: Callable[..., T], *arguments: Any) -> T:
+    return function(*arguments)
+
+
+def _check_outputs(opened: OpenedWeights, where: str) -> None:
     """Raise ValueError if the outputs of the model are not logits of classes, of which one is right."""
-    if recorded.config.loss != "cross-entropy":
+    recorded, targets = opened.recorded, opened.stored.metadata.get(TARGETS)
+    other = None
+    if recorded is not None and recorded.config.loss != "cross-entropy":
+        other = f"with the loss {recorded.config.loss}"
+    elif recorded is not None and "loss" in recorded.user_parts and recorded.record.resolved.get("labels") is not None:
+        other = f"with a loss of your own, {recorded.user_parts['loss']}, on labels that are not class numbers"
+    elif targets is not None:
+        other = "for several classes per image" if targets == "classes" else "for numbers"
+    if other is not None:
         raise ValueError(
-            f"predictions need a model that was trained to choose one class, but {recorded.path} was trained with the "
-            f"loss {recorded.config.loss}: compute its outputs in Python, with its weights"
-        )
-    if "loss" in recorded.user_parts and recorded.record.resolved.get("labels") is not None:
-        raise ValueError(
-            f"predictions need a model that was trained to choose one class, but {recorded.path} was trained with a "
-            f"loss of your own, {recorded.user_parts['loss']}, on labels that are not class numbers: compute its "
-            "outputs in Python, with its weights"
-        )
-
-
-def _check_outputs(stored: StoredWeights, path: Path) -> None:
-    """Raise ValueError if the weights record outputs that are not logits of classes, of which one is right."""
-    if (targets := stored.metadata.get(TARGETS)) is not None:
-        outputs = "several classes per image" if targets == "classes" else "numbers"
-        raise ValueError(
-            f"predictions need a model that was trained to choose one class, but {path} was trained for {outputs}: "
-            "compute its outputs in Python, with its weights"
+            f"predictions need a model that was trained to choose one class, but {where} was trained {other}: compute "
+            "its outputs in Python, with its weights"
         )
 
 
-def _open(
-    images: Any,
-    config: TrainConfig,
-    stored: StoredWeights,
-    where: str,
-    recorded: TrainedRun | None,
-    resize_rule: Mapping[str, Any] | None,
-    notify: Callable[[str], None],
-) -> tuple[tuple[str, ...], PhotographBatches | RgbBatches]:
-    """Return the names of the images, and the source of their batches."""
-    if isinstance(images, str | os.PathLike):
+def _listed(images: Any, notify: Callable[[str], None]) -> tuple[tuple[str, ...], Sequence[Any] | NDArray[Any]]:
+    """Return the names of the images, and the photographs or the array."""
+    if isinstance(images, str | os.PathLike | bytes | bytearray | memoryview | Image):
         images = [images]
     if isinstance(images, Sequence | np.ndarray) and len(images) == 0:
         raise ValueError("images must contain at least one image, got none: give paths or an array uint8 [N, H, W, 3]")
-    if isinstance(images, Sequence) and images and all(isinstance(each, str | os.PathLike) for each in images):
-        files = list_photographs(images, notify)
-        rule = _rule_of(stored, where, recorded, resize_rule or {}, notify)
-        batch, timeout_s = _batch_for(len(files), config), config.infeed_timeout_s
-        return files, PhotographBatches(files, rule, batch=batch, timeout_s=timeout_s)
+    if isinstance(images, Sequence):
+        if all(isinstance(each, str | os.PathLike) for each in images):
+            files = list_photographs(images, notify)
+            return files, files
+        if any(isinstance(each, bytes | bytearray | memoryview | Image) for each in images):
+            names = (
+                os.fspath(each) if isinstance(each, str | os.PathLike) else str(index)
+                for index, each in enumerate(images)
+            )
+            return tuple(names), images
     array = np.asarray(images)
-    return tuple(map(str, range(len(array)) if array.ndim else ())), RgbBatches(
-        array, batch=_batch_for(len(array) if array.ndim else 1, config)
-    )
+    if array.ndim != 4:
+        pack_arrays(array)  # refuses it
+    return tuple(map(str, range(len(array)))), array
 
 
-def _batch_for(num_images: int, config: TrainConfig) -> int:
-    """Return the batch size: that of the settings, or the next power of two if there are fewer images."""
-    return min(config.batch, _power_of_two(num_images))
-
-
-def _power_of_two(number: int) -> int:
-    return 1 << max(number - 1, 0).bit_length()
-
-
-def _rule_of(
-    stored: StoredWeights,
-    where: str,
-    recorded: TrainedRun | None,
-    given: Mapping[str, Any],
-    notify: Callable[[str], None],
-) -> ResizeRule:
+def _rule_of(opened: OpenedWeights, given: Mapping[str, Any], notify: Callable[[str], None]) -> ResizeRule:
     """Return the resize rule of the weights with the given values replaced; say so if the weights record none."""
+    where, stored, recorded, _ = opened
     found = resize_rule_of(stored.metadata, where)
     if found is not None:
         try:
@@ -275,23 +352,43 @@ def _rule_of(
     return rule
 
 
-def _classify(
-    subject: Subject,
-    source: PhotographBatches | RgbBatches,
+def _ranked(
     names: tuple[str, ...],
-    top: int,
+    decoded: _Decoded,
+    found: Outputs | None,
+    num_ranked: int,
     classes: tuple[ImageClass, ...],
-    board: ControlBoard,
-    notify: Callable[[str], None],
+    *,
+    logits: bool,
 ) -> PredictionResult:
-    # The number of rows is part of the program: powers of two, so that few programs are compiled.
-    ranked = RankedClasses(top, _power_of_two(source.num_batches) * source.batch)
-    counted = run_evaluation(subject, source, board, NO_PARTS, per_class=False, ranked=ranked, notify=notify)
-    found = predictions_of(counted.tally)
-    assert found is not None
-    num_ranked = found.classes.shape[1]
+    """Return the first classes of a batch; equal logits rank in the order of their classes, as in an evaluation."""
     labels = np.full((len(names), num_ranked), -1, np.int32)
     probabilities = np.full((len(names), num_ranked), np.nan, np.float32)
-    decoded = [index for index in range(len(names)) if index not in source.failures]
-    labels[decoded], probabilities[decoded] = found.classes, found.probabilities
-    return PredictionResult(names, labels, probabilities, classes, dict(source.failures), counted.evaluate_s)
+    numbers = np.full((len(names), decoded.num_classes), np.nan, np.float32) if logits else None
+    if found is not None:
+        rows = [row for row in range(len(names)) if row not in decoded.failures]
+        order = np.argsort(-found.logits, axis=1, kind="stable")[:, :num_ranked]
+        is_nan = np.isnan(found.logits).any(axis=1, keepdims=True)
+        labels[rows] = np.where(is_nan, -1, order)
+        probabilities[rows] = np.take_along_axis(found.probabilities, order, axis=1)
+        if numbers is not None:
+            numbers[rows] = found.logits
+    seconds = time.perf_counter() - decoded.started
+    return PredictionResult(names, labels, probabilities, classes, decoded.failures, seconds, numbers)
+
+
+def _joined(parts: Sequence[PredictionResult]) -> PredictionResult:
+    """Return the results of all batches as one."""
+    if len(parts) == 1:
+        return parts[0]
+    starts = accumulate((len(part.images) for part in parts), initial=0)
+    logits = [part.logits for part in parts if part.logits is not None]
+    return PredictionResult(
+        tuple(name for part in parts for name in part.images),
+        np.concatenate([part.labels for part in parts]),
+        np.concatenate([part.probabilities for part in parts]),
+        parts[0].classes,
+        {start + row: why for start, part in zip(starts, parts, strict=False) for row, why in part.failures.items()},
+        sum(part.predict_s for part in parts),
+        np.concatenate(logits) if logits else None,
+    )

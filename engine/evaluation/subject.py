@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from loopfeed.engine.config import SETTINGS, TrainConfig
 from loopfeed.engine.crossing.choice import this_platform
-from loopfeed.engine.feed.batches import EvaluationSource, image_shape, largest_size, whole_of
+from loopfeed.engine.feed.batches import HasSize, image_shape, largest_size, whole_of
 from loopfeed.engine.named_parts import NAME_FORM
 from loopfeed.engine.objective.losses import Loss
 from loopfeed.engine.objective.metrics import Metric, PerExample
@@ -120,7 +120,7 @@ def run_subject(
     recorded: TrainedRun,
     config: TrainConfig,
     model: TrainModel | None,
-    source: EvaluationSource,
+    source: HasSize,
     notify: Callable[[str], None],
     remedy: str = PACK_AGAIN,
 ) -> Subject:
@@ -160,7 +160,7 @@ def file_subject(
     path: str,
     stored: StoredWeights,
     config: TrainConfig,
-    source: EvaluationSource,
+    source: HasSize,
     mean: Channels | None,
     std: Channels | None,
     notify: Callable[[str], None],
@@ -231,9 +231,7 @@ def registry_name_of(path: str, stored: StoredWeights, config: TrainConfig) -> s
     return name
 
 
-def _build(
-    name: str, num_classes: int | None, config: TrainConfig, crop: int | None, source: EvaluationSource
-) -> TrainModel:
+def _build(name: str, num_classes: int | None, config: TrainConfig, crop: int | None, source: HasSize) -> TrainModel:
     if num_classes is None:
         raise ValueError(
             f"a run of {name} must record its number of classes, but records none: restore its config.json"
@@ -279,9 +277,7 @@ def _scale_of_file(
     return chosen_mean, chosen_std
 
 
-def _warn_of_geometry(
-    recorded: TrainedRun, source: EvaluationSource, size: int | None, notify: Callable[[str], None]
-) -> None:
+def _warn_of_geometry(recorded: TrainedRun, source: HasSize, size: int | None, notify: Callable[[str], None]) -> None:
     """Say so if whole pictures are evaluated after a training on squares, or the reverse, and are cropped otherwise.
 
     The network receives all of a picture's central crop, resized, but the centre of a square.
@@ -297,7 +293,7 @@ def _warn_of_geometry(
     )
 
 
-def _crop_of_run(config: TrainConfig, recorded: TrainedRun, source: EvaluationSource, remedy: str) -> int | None:
+def _crop_of_run(config: TrainConfig, recorded: TrainedRun, source: HasSize, remedy: str) -> int | None:
     """Return the size of the central crop that reduces the split's images to the size of the run's evaluations.
 
     Raises:
@@ -321,7 +317,7 @@ def _crop_of_run(config: TrainConfig, recorded: TrainedRun, source: EvaluationSo
     )
 
 
-def _too_large(size: int, source: EvaluationSource, remedy: str) -> SettingError:
+def _too_large(size: int, source: HasSize, remedy: str) -> SettingError:
     if remedy == PACK_AGAIN:
         return too_large_image("image_size", size, source)
     return SettingError(
@@ -338,7 +334,7 @@ def _too_large(size: int, source: EvaluationSource, remedy: str) -> SettingError
 def _crop_of_file(
     config: TrainConfig,
     stored: StoredWeights,
-    source: EvaluationSource,
+    source: HasSize,
     notify: Callable[[str], None],
     remedy: str,
 ) -> int | None:

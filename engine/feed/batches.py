@@ -35,6 +35,20 @@ PADDING_LABEL = -1
 """Label of a padding row in the last batch of an evaluation; padding rows are not counted."""
 
 
+class HasSize(Protocol):
+    """What has images of one size, in pixels; an attribute `whole` as in `BatchSource.fill`."""
+
+    @property
+    def height(self) -> int:
+        """Of the images."""
+        ...
+
+    @property
+    def width(self) -> int:
+        """Of the images."""
+        ...
+
+
 class BatchSource(Protocol):
     """A source of batches for a feeder.
 
@@ -79,25 +93,25 @@ def label_words(source: BatchSource) -> int | None:
     return words if whole_of(source) is None else 1 + (words or 1)
 
 
-def whole_of(source: BatchSource) -> Whole | None:
+def whole_of(source: object) -> Whole | None:
     """Return the geometry of a source's whole pictures, its `whole`; None for images that fill their pixels."""
     found = getattr(source, "whole", None)
     return found if isinstance(found, Whole) else None
 
 
-def image_shape(source: BatchSource) -> tuple[int, int]:
+def image_shape(source: HasSize) -> tuple[int, int]:
     """Return the (height, width) of what a network receives of a source's images without a setting `image_size`."""
     whole = whole_of(source)
     return (source.height, source.width) if whole is None else (whole.size, whole.size)
 
 
-def largest_size(source: BatchSource) -> int:
+def largest_size(source: HasSize) -> int:
     """Return the largest `image_size` for a source: the shorter side of its images, before a central crop."""
     whole = whole_of(source)
     return min(source.height, source.width) if whole is None else whole.resize
 
 
-def label_form_of(source: BatchSource) -> "LabelForm | None":
+def label_form_of(source: object) -> "LabelForm | None":
     """Return the form of a source's labels: its `label_form`, None if they are class numbers."""
     return getattr(source, "label_form", None)
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Key, UInt32
 
-from loopfeed.engine.feed.batches import BatchSource, FunctionBatches, label_form_of
+from loopfeed.engine.feed.batches import FunctionBatches, label_form_of
 from loopfeed.engine.given_values import describe_given
 from loopfeed.engine.images.positions import Positions, Purpose, image_keys, key_of_purpose
 from loopfeed.engine.objective.objective import logits_of
@@ -58,7 +58,7 @@ class CheckedModel:
         self,
         model: TrainModel,
         num_classes: int | None,
-        source: BatchSource,
+        source: object,
         kernels: str,
         notify: Callable[[str], None] = lambda _: None,
     ) -> None:

@@ -83,7 +83,7 @@ def evaluate_split(
         with jax.named_scope(PREDICT):
             logits, _ = model.apply(weights.params, weights.batch_stats, images, train=False)
             if settings.eval_mirror:
-                logits = jax.tree.map(_mean_of_halves, logits)
+                logits = jax.tree.map(mean_of_halves, logits)
         with jax.named_scope(LOSS):
             return tally_outputs(settings.evaluated_objective, tally, logits, batch.labels)
 
@@ -95,6 +95,6 @@ def evaluate_split(
     return after.token, tally, after.stopped
 
 
-def _mean_of_halves(outputs: Shaped[Array, "twice *rest"]) -> Float32[Array, "twice//2 *rest"]:
+def mean_of_halves(outputs: Shaped[Array, "twice *rest"]) -> Float32[Array, "twice//2 *rest"]:
     """Return the mean of the outputs for images and for their mirror images."""
     return outputs.astype(jnp.float32).reshape(2, len(outputs) // 2, *outputs.shape[1:]).mean(0)

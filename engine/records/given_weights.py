@@ -31,7 +31,7 @@ _SNAPSHOT = re.compile("(.+)@(best|[0-9]{1,18})")
 _DOWNLOAD_TIMEOUT_S = 600.0
 """Time limit for the download of one file, in seconds; a server that is down is noticed sooner."""
 
-_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
+FILE_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
 _WRAPPERS = ("module.", "_orig_mod.", "model.")
 """What DataParallel, `torch.compile` and training frameworks put before every name of a state dictionary."""
 _TIMM_HEAD, _HEAD = "head.fc", "fc"
@@ -244,7 +244,7 @@ def _wrapper_of(tensors: Tensors) -> str | None:
 
 def _is_stored_run(location: str, storage_options: Mapping[str, str] | None) -> bool:
     """Return whether there is a run at a URL; a store may refuse to say what is not there, so a file's is not tried."""
-    if location.endswith(_SUFFIXES) or not _is_in_folder(location):
+    if location.endswith(FILE_SUFFIXES) or not _is_in_folder(location):
         return False
     return read_state(open_location(location, storage_options=storage_options)) is not None
 

@@ -15,7 +15,7 @@ from loopfeed.engine.config import (
 )
 from loopfeed.engine.data.label_fit import check_labels_stay, unmoved_labels_warning
 from loopfeed.engine.data.open_data import RunData
-from loopfeed.engine.feed.batches import BatchSource, image_shape, label_form_of, largest_size, whole_of
+from loopfeed.engine.feed.batches import HasSize, image_shape, label_form_of, largest_size, whole_of
 from loopfeed.engine.objective.best_metric import parse_metric
 from loopfeed.engine.objective.metrics import as_metrics
 from loopfeed.engine.objective.objective import Objective
@@ -264,7 +264,7 @@ def _build(config: TrainConfig, data: RunData) -> Model:
         raise unknown_model(error) from None
 
 
-def too_large_image(name: str, image_size: int, source: BatchSource) -> SettingError:
+def too_large_image(name: str, image_size: int, source: HasSize) -> SettingError:
     """Return the error for an image size, the setting `name`, that exceeds that of packed images."""
     if whole_of(source) is not None:
         return SettingError(

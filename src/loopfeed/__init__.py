@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from loopfeed.engine.config import TrainConfig
     from loopfeed.engine.crossing.devices import DeviceInfo, devices
-    from loopfeed.engine.evaluation.predict import PredictionResult, predict
+    from loopfeed.engine.evaluation.predict import PredictionResult, Predictor, predict
     from loopfeed.engine.evaluation.result import EvaluationResult, ImagePredictions
     from loopfeed.engine.evaluation.run import evaluate, evaluate_weights
     from loopfeed.engine.feed.batches import BatchSource, EvaluationSource
@@ -93,6 +93,7 @@ _HOME = {
     "NonFiniteError": "loopfeed.engine.run.run",
     "PackResult": "loopfeed.preprocess.packing.pack",
     "PredictionResult": "loopfeed.engine.evaluation.predict",
+    "Predictor": "loopfeed.engine.evaluation.predict",
     "Profile": "loopfeed.engine.profile.table",
     "ProgramReport": "loopfeed.engine.inspection.report",
     "ReplayReport": "loopfeed.engine.replay.report",
@@ -181,6 +182,7 @@ __all__ = [
     "NonFiniteError",
     "PackResult",
     "PredictionResult",
+    "Predictor",
     "Profile",
     "ProgramReport",
     "ReplayReport",

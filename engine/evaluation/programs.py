@@ -1,0 +1,334 @@
+"""Trained weights that are kept ready to classify images: the programs are compiled once, for batches of any size.
+
+Owns which weights are used and the programs. `loopfeed.engine.evaluation.predict` owns what is done with photographs
+that cannot be decoded, and what is returned.
+"""
+
+import os
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float32, Int32, UInt32
+from numpy.typing import NDArray
+
+from loopfeed.engine.compilation.ahead_of_time import caching_compilations, compile_traced, trace_ahead
+from loopfeed.engine.config import TrainConfig
+from loopfeed.engine.control.signals import call_on_worker
+from loopfeed.engine.crossing.choice import this_device, this_platform, traced_platform
+from loopfeed.engine.evaluation.photographs import Geometry
+from loopfeed.engine.evaluation.subject import (
+    PACK_AGAIN,
+    Channels,
+    Subject,
+    at_one_size,
+    check_user_model,
+    describe_weights_of,
+    file_subject,
+    registry_name_of,
+    run_subject,
+)
+from loopfeed.engine.feed.batches import Pixels
+from loopfeed.engine.images.augment import prepare_for_evaluation
+from loopfeed.engine.images.unpack import PixelScale
+from loopfeed.engine.objective.objective import logits_of
+from loopfeed.engine.program.checked_model import CheckedModel
+from loopfeed.engine.program.evaluate_split import mean_of_halves
+from loopfeed.engine.program.kernels import refuse_missing_kernels, settle_kernels
+from loopfeed.engine.program.train_state import TrainModel
+from loopfeed.engine.records.given_weights import FILE_SUFFIXES, read_given_weights, rename_head
+from loopfeed.engine.records.run_folder import CONFIG
+from loopfeed.engine.records.snapshot_weights import find_best
+from loopfeed.engine.records.stored.reading import local_copy, naming_in, with_weights
+from loopfeed.engine.records.timm_config import is_config_of_timm
+from loopfeed.engine.records.trained_run import TrainedRun, read_run
+from loopfeed.engine.records.weights import StoredWeights
+from loopfeed.engine.records.weights_metadata import IMAGE_SIZE, MEAN, STD, check_metadata, classes_of
+from loopfeed.engine.run.program_settings import compiled_settings
+from loopfeed.engine.settings import SettingError
+from loopfeed.engine.updates.update import Weights
+from loopfeed.models.registry import find_network
+from loopfeed.preprocess.control_groups import num_cores
+from loopfeed.preprocess.shards.classes import ImageClass
+from loopfeed.preprocess.storage_options import is_url
+
+# Of a caller with arrays of ever other sizes, only the programs for the last few sizes are kept.
+_MOST_GEOMETRIES = 8
+# The only one that has an effect on photographs.
+_OF_USER = ("compilation_cache",)
+
+
+class Outputs(NamedTuple):
+    """What a network says of images.
+
+    Attributes:
+        logits: float32 [N, K].
+        probabilities: float32 [N, K], their softmax.
+    """
+
+    logits: NDArray[np.float32]
+    probabilities: NDArray[np.float32]
+
+
+class OpenedWeights(NamedTuple):
+    """The weights to classify with, and the settings.
+
+    Attributes:
+        path: of the file or of the run folder.
+        stored: the weights.
+        recorded: the run that they are from, None for a file.
+        config: the settings of the evaluation.
+    """
+
+    path: str
+    stored: StoredWeights
+    recorded: TrainedRun | None
+    config: TrainConfig
+
+    @property
+    def classes(self) -> tuple[ImageClass, ...]:
+        """The classes by label, () if the weights do not record them."""
+        return classes_of(self.stored.metadata, self.path)
+
+
+def open_weights(
+    run_or_file: str | os.PathLike[str],
+    *,
+    model: TrainModel | None = None,
+    settings: Mapping[str, Any] | None = None,
+    mean: Channels | None = None,
+    std: Channels | None = None,
+    snapshot: int | Literal["best"] | None = None,
+    notify: Callable[[str], None] = lambda _: None,
+    storage_options: Mapping[str, str] | None = None,
+) -> OpenedWeights:
+    """Read the weights of a run or of a file; the arguments are those of `loopfeed.Predictor`."""
+    given = dict(settings or {})
+    if not _is_run(run_or_file):
+        return _open_file(os.fspath(run_or_file), given, model, mean, std, snapshot, notify, storage_options)
+    with local_copy(run_or_file, storage_options, with_weights(snapshot)) as folder:
+        say = naming_in(notify, folder, run_or_file)
+        step = find_best(folder, None, say) if snapshot == "best" else snapshot
+        recorded = read_run(folder, step)
+        for name, value in {"model": given.get("model"), "mean": mean, "std": std}.items():
+            if value is not None:
+                raise SettingError(
+                    name,
+                    "{setting} can be given only with a weights file, got the run {path} instead: leave {setting} out",
+                    path=run_or_file,
+                )
+        config = replace(recorded.config, **at_one_size(given))
+        if (line := recorded.record.describe_replaced(config, _OF_USER, _OF_USER)) is not None:
+            say(line)
+        check_user_model(recorded, model, function="loopfeed.predict", command="predict-images")
+        return OpenedWeights(os.fspath(folder), recorded.weights, recorded, _settled(config, given))
+
+
+def _is_run(given: str | os.PathLike[str]) -> bool:
+    text = os.fspath(given)
+    if is_url(text):
+        return not text.endswith(FILE_SUFFIXES)
+    return Path(text).is_dir() and not is_config_of_timm(Path(text) / CONFIG)
+
+
+def _open_file(
+    name: str,
+    given: Mapping[str, Any],
+    model: TrainModel | None,
+    mean: Channels | None,
+    std: Channels | None,
+    snapshot: int | Literal["best"] | None,
+    notify: Callable[[str], None],
+    storage_options: Mapping[str, str] | None,
+) -> OpenedWeights:
+    for what, value in (("a model", model), ("a snapshot", snapshot)):
+        if value is not None:
+            raise ValueError(f"{what} can be given only with a run, got the file {name}: give the folder of the run")
+    found = read_given_weights(name, storage_options)
+    config = _settled(replace(TrainConfig(), **at_one_size(given)), given)
+    network = registry_name_of(name, found.stored, config)
+    stored, notes, _ = rename_head(found, find_network(network).head)
+    for note in notes:
+        notify(f"weights: {note}")
+    given_scale = {key for key, value in ((MEAN, mean), (STD, std)) if value is not None}
+    given_size = {IMAGE_SIZE} if given.get("image_size") is not None else set()
+    check_metadata(stored.metadata, name, given=given_scale | given_size)
+    return OpenedWeights(name, stored, None, config)
+
+
+def _settled(config: TrainConfig, given: Mapping[str, Any]) -> TrainConfig:
+    refuse_missing_kernels(config, given, this_platform())
+    # The labels of photographs are unknown: the loss is not used.
+    config = replace(config, loss="cross-entropy", label_smoothing=0.0)
+    return config if "reader_threads" in given else replace(config, reader_threads=num_cores())
+
+
+type Program = Callable[[Weights, Pixels, NDArray[np.int32] | None, PixelScale], tuple[jax.Array, jax.Array]]
+"""Weights, packed pixels [B, H, W], the words of whole pictures [B] and the scale → logits and probabilities [B, K]."""
+
+
+class _Ready(NamedTuple):
+    program: Program
+    num_classes: int
+    subject: Subject
+    scale: PixelScale
+
+
+class Programs:
+    """The programs that classify with some weights: one for each size of images and each power of two of a batch.
+
+    Any thread may call it; a program is compiled when it is first needed, while other threads that need it wait.
+
+    Args:
+        opened: the weights.
+        model: your own model, if the run trained one.
+        mean, std: of a file, see `loopfeed.Predictor`.
+        notify: called with one-line messages about the weights.
+        is_chosen: whether the user chose a snapshot.
+    """
+
+    def __init__(
+        self,
+        opened: OpenedWeights,
+        model: TrainModel | None,
+        mean: Channels | None,
+        std: Channels | None,
+        notify: Callable[[str], None],
+        *,
+        is_chosen: bool = False,
+    ) -> None:
+        self._opened, self._model, self._mean, self._std = opened, model, mean, std
+        self._notify, self._is_chosen = notify, is_chosen
+        self._guard = threading.Lock()
+        self._subjects: dict[Geometry, Subject] = {}  # guarded by _guard, as is the following
+        self._programs: dict[tuple[Geometry, int], _Ready] = {}
+
+    @property
+    def largest_batch(self) -> int:
+        """The largest number of images of a program: the batch size of the settings, or the next lower power of two."""
+        return 1 << (self._opened.config.batch.bit_length() - 1)
+
+    def prepare(self, geometry: Geometry, num_images: int, remedy: str = PACK_AGAIN) -> int:
+        """Compile the program for so many images, at most `largest_batch`, and return the number of classes, K.
+
+        Args:
+            geometry: the size of the images.
+            num_images: their number.
+            remedy: what to do about images of another size than the weights are for.
+
+        Raises:
+            ValueError: the weights are not for images of this size.
+        """
+        return self._find(geometry, _power_of_two(num_images), remedy).num_classes
+
+    def __call__(self, geometry: Geometry, pixels: Pixels, words: NDArray[np.int32]) -> Outputs:
+        """Return the outputs for packed images, uint32 [n, H, W], at most `largest_batch`; `words` are their places."""
+        count, batch = len(pixels), _power_of_two(len(pixels))
+        program, _, subject, scale = self._find(geometry, batch, PACK_AGAIN)
+        padded = np.zeros((batch, *pixels.shape[1:]), np.uint32)
+        padded[:count] = pixels
+        places = None
+        if geometry.whole is not None:
+            places = np.full(batch, words[0], np.int32)
+            places[:count] = words
+        logits, probabilities = program(subject.weights, padded, places, scale)
+        return Outputs(np.asarray(logits)[:count], np.asarray(probabilities)[:count])
+
+    def _find(self, geometry: Geometry, batch: int, remedy: str) -> _Ready:
+        # Without the lock, which a thread that compiles holds for long.
+        if (found := self._programs.get((geometry, batch))) is not None:
+            return found
+        with self._guard:
+            if (found := self._programs.get((geometry, batch))) is None:
+                subject = self._subject(geometry, remedy)
+                scale = PixelScale(jnp.array(subject.mean, jnp.float32), jnp.array(subject.std, jnp.float32))
+                found = _Ready(*self._compile(subject, geometry, batch, scale), subject, scale)
+                self._programs[geometry, batch] = found
+            return found
+
+    def _subject(self, geometry: Geometry, remedy: str) -> Subject:
+        if (found := self._subjects.get(geometry)) is not None:
+            return found
+        path, stored, recorded, config = self._opened
+        if recorded is None:
+            found = file_subject(path, stored, config, geometry, self._mean, self._std, self._notify, remedy)
+            unchecked = " (no digest: unchecked)" if stored.digest is None else ""
+            self._notify(f"weights: {path}, {found.name}{unchecked}")
+        else:
+            found = run_subject(recorded, config, self._model, geometry, self._notify, remedy)
+            describe_weights_of(recorded, found, self._notify, is_chosen=self._is_chosen)
+        self._subjects[geometry] = found
+        if len(self._subjects) > _MOST_GEOMETRIES:
+            oldest = next(iter(self._subjects))
+            del self._subjects[oldest]
+            self._programs = {key: each for key, each in self._programs.items() if key[0] != oldest}
+        return found
+
+    def _compile(self, subject: Subject, geometry: Geometry, batch: int, scale: PixelScale) -> tuple[Program, int]:
+        config = subject.config
+        pixels = jax.ShapeDtypeStruct((batch, geometry.height, geometry.width), jnp.uint32)
+        words = None if geometry.whole is None else jax.ShapeDtypeStruct((batch,), jnp.int32)
+        forward = make_forward(subject, geometry, settle_kernels(config, this_platform()).kernels)
+        with caching_compilations(config.compilation_cache, self._notify):
+            platform = traced_platform(this_device())
+            traced = trace_ahead(partial(_classify, forward), subject.weights, pixels, words, scale, platform=platform)
+            compiled = call_on_worker(partial(compile_traced, traced, deterministic=config.deterministic))
+        self._notify(
+            f"compiled the program for {batch} images in {compiled.compile_s:.1f} s"
+            + " (from the cache)" * compiled.from_cache
+        )
+        return compiled.call, traced.lowered.out_info[0].shape[1]
+
+
+type Forward = Callable[[Weights, UInt32[Array, "B H W"], Int32[Array, "B"] | None, PixelScale], Any]
+"""Weights, packed pixels, the words of whole pictures and the scale → the outputs of the network."""
+
+
+def make_forward(subject: Subject, geometry: Geometry, kernels: str) -> Forward:
+    """Return the function that an evaluation computes for a batch, from packed pixels to the network's outputs.
+
+    Args:
+        subject: the model and how images are prepared for it; its weights are not used.
+        geometry: the size of the images.
+        kernels: those of a CPU, `loopfeed.models.kernels.XLA` or `ONEDNN`.
+    """
+    # What only augments training images must not refuse others.
+    config = replace(subject.config, crop="centre", crop_padding=0, padding_mode="zeros")
+    settings = compiled_settings(config, whole=geometry.whole)
+    model = CheckedModel(subject.model, subject.num_classes, geometry, kernels)
+
+    def forward(
+        weights: Weights,
+        pixels: UInt32[Array, "B H W"],
+        words: Int32[Array, "B"] | None,
+        scale: PixelScale,
+    ) -> Any:
+        images = prepare_for_evaluation(settings.evaluated_augmentation, pixels, scale, words)
+        if settings.eval_mirror:
+            images = jnp.concatenate([images, images[:, :, ::-1]])
+        outputs, _ = model.apply(weights.params, weights.batch_stats, images, train=False)
+        return jax.tree.map(mean_of_halves, outputs) if settings.eval_mirror else outputs
+
+    return forward
+
+
+def _classify(
+    forward: Forward,
+    weights: Weights,
+    pixels: UInt32[Array, "B H W"],
+    words: Int32[Array, "B"] | None,
+    scale: PixelScale,
+) -> tuple[Float32[Array, "B K"], Float32[Array, "B K"]]:
+    logits = logits_of(forward(weights, pixels, words, scale)).astype(jnp.float32)
+    # As in the tally of an evaluation, whose bits these are.
+    return logits, jnp.exp(logits - jax.nn.logsumexp(logits, axis=1)[:, None])
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << max(number - 1, 0).bit_length()
