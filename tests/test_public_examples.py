@@ -15,10 +15,21 @@ import loopfeed
 # interfaces, and errors.
 WITHOUT = {
     *("BatchSource", "EvaluationSource", "TrainModel", "WandbSink", "TensorBoardSink", "join_processes", "pack_demo"),
+    *("Mistakes", "OpenedRun", "RunInterrupted"),
     *("ShardCache", "check_step", "describe_runtime", "evaluate_weights"),
     *("ChangedShardError", "ConfigError", "FeederError", "NonFiniteError", "ShardError"),
     *("Damage", "DeviceInfo", "Difference", "EvaluationRecord", "EvaluationResult", "ImagePredictions", "LoadedRecipe"),
-    *("LossRecord", "PackResult", "PredictionResult", "Profile", "ProgramReport", "ReplayReport", "RunHandle"),
+    *(
+        "LossRecord",
+        "Mistakes",
+        "OpenedRun",
+        "PackResult",
+        "PredictionResult",
+        "Profile",
+        "ProgramReport",
+        "ReplayReport",
+        "RunHandle",
+    ),
     *(
         "RunInterrupted",
         "RuntimeReport",

@@ -84,6 +84,7 @@ FLOORS = (
     "loopfeed.engine.sizing",
     "loopfeed.engine.inspection",
     "loopfeed.engine.evaluation",
+    "loopfeed.engine.opened_run",
     "loopfeed.engine.replay",
     "loopfeed.engine.report_page",
     "loopfeed.engine.commands",

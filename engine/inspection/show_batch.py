@@ -219,6 +219,7 @@ def show_batch(
     config: TrainConfig,
     path: str | os.PathLike[str] | None = None,
     *,
+    step: int | None = None,
     notify: Callable[[str], None] = lambda _: None,
     **parts: Unpack[PartArguments],
 ) -> ShownBatch:
@@ -230,10 +231,11 @@ def show_batch(
     Args:
         config: the settings.
         path: a PNG file to write the pictures to; None writes none.
+        step: the batch of this update, from 1, in place of the first; not with `resume`.
         model, batches, evaluation, loss, metrics, optimizer, schedule, augment, notify: as `train` takes them.
 
     Raises:
-        ValueError: as `train`; or `path` is not a PNG file in a folder that exists.
+        ValueError: as `train`; or `path` is not a PNG file in a folder that exists, or the run has no such step.
         BaseException: the error of the batch source.
 
     Example:
@@ -242,7 +244,12 @@ def show_batch(
     """
     if path is not None:
         check_sheet_path(path)
-    with set_up_run(config, take_parts(parts), notify, is_dry=True) as run:
+    if step is not None and (config.resume or step < 1):
+        found = f"{step} with resume=True" if config.resume else str(step)
+        raise ValueError(f"step must be an update of a new run, from 1, got {found}: leave one of them out")
+    with set_up_run(config, take_parts(parts), notify, is_dry=True, first_step=step or 1) as run:
+        if run.start.step >= run.config.steps:
+            raise ValueError(f"step must be a step of the run, 1 … {run.config.steps:,}, got {step}: choose another")
         shown = first_batch_of(run)
     if path is not None and this_process().index == 0:
         shown.save(path)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
 
-from loopfeed.engine.records.weights import part_of
+from loopfeed.engine.records.weights import StoredWeights, part_of
 from loopfeed.engine.records.weights import read_weights as read_stored
 from loopfeed.models.registry import model_names
 from loopfeed.models.torchvision_names import from_torchvision
@@ -46,23 +46,27 @@ def read_weights(path: str | os.PathLike[str]) -> SavedWeights:
         >>> read_weights("run/model.safetensors").params["kernel"].shape
         (3, 2)
     """
-    stored = read_stored(path)
+    return weights_as_pytrees(read_stored(path), os.fspath(path))
+
+
+def weights_as_pytrees(stored: StoredWeights, name: str) -> SavedWeights:
+    """Return the weights of a run as `read_weights` does; raises ValueError, with the name of their place."""
     if stored.is_of_user_model:
         try:
             tree = _nest(stored.tensors)
         except ValueError as error:
-            raise ValueError(f"{os.fspath(path)}: {error}") from None
+            raise ValueError(f"{name}: {error}") from None
         return SavedWeights(tree.pop("params"), tree.pop("batch_stats", {}), stored.metadata)
-    name = stored.metadata.get("model")
-    if name not in model_names():
+    model = stored.metadata.get("model")
+    if model not in model_names():
         raise ValueError(
-            f"weights must be those of a run, but {os.fspath(path)} records the model {printable(name or 'none')}, and "
+            f"weights must be those of a run, but {name} records the model {printable(model or 'none')}, and "
             "has no params.…: for torchvision's names use loopfeed.from_torchvision"
         )
     try:
-        params, batch_stats = from_torchvision(name, stored.tensors)
+        params, batch_stats = from_torchvision(model, stored.tensors)
     except ValueError as error:
-        raise ValueError(f"{os.fspath(path)}: {error}") from None
+        raise ValueError(f"{name}: {error}") from None
     return SavedWeights(params, batch_stats, stored.metadata)
 
 

@@ -203,6 +203,7 @@ def set_up_run(
     is_dry: bool = False,
     placement: Placement | None = None,
     board: ControlBoard | None = None,
+    first_step: int = 1,
 ) -> Iterator[Run]:
     """Set up a run, up to its program, which is not compiled yet.
 
@@ -212,6 +213,7 @@ def set_up_run(
         is_dry: whether the run folder is only read.
         placement: the devices of a program that is only compiled; None chooses those of this machine.
         board: the board of requests to the program; None makes one.
+        first_step: the update at which a run that is only looked at begins, from 1, with the state of a new run.
 
     Raises:
         ValueError: as `train`.
@@ -239,7 +241,7 @@ def set_up_run(
                 folder = stack.enter_context(RunFolder(path, **how))
 
         # ---- Read the starting point
-        start = Resume()
+        start = Resume(first_step - 1, (first_step - 1) * config.accumulate_steps)
         if config.resume and path is not None:
             config, start = resume_run(config, path, parts, notify)
         config = settle_stop_metric(config)

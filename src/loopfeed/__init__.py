@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         mean_of,
         top_k,
     )
+    from loopfeed.engine.opened_run import Mistakes, OpenedRun, open_run
     from loopfeed.engine.processes import ThisProcess, join_processes, this_process
     from loopfeed.engine.profile.table import Profile
     from loopfeed.engine.program.train_state import TrainModel
@@ -89,8 +90,10 @@ _HOME = {
     "LoadedRecipe": "loopfeed.engine.recipes",
     "LossRecord": "loopfeed.engine.stream.sinks",
     "Metric": "loopfeed.engine.objective.metrics",
+    "Mistakes": "loopfeed.engine.opened_run",
     "Model": "loopfeed.models.model",
     "NonFiniteError": "loopfeed.engine.run.run",
+    "OpenedRun": "loopfeed.engine.opened_run",
     "PackResult": "loopfeed.preprocess.packing.pack",
     "PredictionResult": "loopfeed.engine.evaluation.predict",
     "Predictor": "loopfeed.engine.evaluation.predict",
@@ -139,13 +142,14 @@ _HOME = {
     "mean_average_precision": "loopfeed.engine.objective.metrics",
     "mean_of": "loopfeed.engine.objective.metrics",
     "model_names": "loopfeed.models.registry",
+    "open_run": "loopfeed.engine.opened_run",
     "open_split": "loopfeed.preprocess.shards.reader",
     "pack": "loopfeed.preprocess.packing.pack_source",
     "pack_demo": "loopfeed.preprocess.demo.demo_set",
     "pack_rgb": "loopfeed.preprocess.pixels",
     "predict": "loopfeed.engine.evaluation.predict",
-    "read_stages": "loopfeed.engine.recipes.stages_file",
     "read_runtime": "loopfeed.engine.runtime.runtime_file",
+    "read_stages": "loopfeed.engine.recipes.stages_file",
     "read_weights": "loopfeed.engine.records.saved_weights",
     "recipe_names": "loopfeed.engine.recipes",
     "replay_run": "loopfeed.engine.replay.replay",
@@ -178,8 +182,10 @@ __all__ = [
     "LoadedRecipe",
     "LossRecord",
     "Metric",
+    "Mistakes",
     "Model",
     "NonFiniteError",
+    "OpenedRun",
     "PackResult",
     "PredictionResult",
     "Predictor",
@@ -228,6 +234,7 @@ __all__ = [
     "mean_average_precision",
     "mean_of",
     "model_names",
+    "open_run",
     "open_split",
     "pack",
     "pack_demo",
