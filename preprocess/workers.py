@@ -27,18 +27,21 @@ class Worker[T]:
     Args:
         work: the function.
         name: of the thread, as in the reports of stalls.
+        spares: threads of which one makes the call, instead of a new one.
 
     Attributes:
         failure: what the function raised, None if it did not.
     """
 
-    def __init__(self, work: Callable[[], T], name: str) -> None:
+    def __init__(self, work: Callable[[], T], name: str, spares: SpareThreads | None = None) -> None:
         self.failure: BaseException | None = None
         self._results: list[T] = []
         self._is_attended = True
         self._has_ended = threading.Event()
-        # Only the thread refers to `work`, which may refer to what owns this object.
-        self._thread = threading.Thread(target=self._run, args=(work,), name=name, daemon=True)
+        self._name, self._spares = name, spares
+        self._thread: threading.Thread | None = None
+        # Only the thread refers to `work` once it has started: it may refer to what owns this object.
+        self._run_once: Callable[[], None] | None = partial(self._run, work)
 
     def start(self, *, is_attended: bool = True) -> Self:
         """Start the thread; call this once.
@@ -50,7 +53,17 @@ class Worker[T]:
             RuntimeError: the system refuses to start another thread; this object then counts as never started.
         """
         self._is_attended = is_attended
-        self._thread.start()
+        run, self._run_once = self._run_once, None
+        assert run is not None, "a worker starts once"
+        try:
+            if self._spares is None:
+                self._thread = threading.Thread(target=run, name=self._name, daemon=True)
+                self._thread.start()
+            else:
+                self._thread = self._spares.start(run, self._name)
+        except RuntimeError:
+            self._run_once, self._thread = run, None
+            raise
         return self
 
     @property
@@ -61,7 +74,7 @@ class Worker[T]:
 
     def wait(self, limit_s: float = math.inf) -> bool:
         """Wait until the function has returned or raised, or a limit in seconds; return whether it is not at work."""
-        if self._thread is threading.current_thread():
+        if self._thread is threading.current_thread() and not self._has_ended.is_set():
             return False
         deadline = time.monotonic() + limit_s
         while self.is_at_work:
@@ -69,7 +82,7 @@ class Worker[T]:
             if left_s <= 0:
                 return False
             self._has_ended.wait(min(left_s, _LOOK_EVERY_S))
-        if self._has_ended.is_set():
+        if self._has_ended.is_set() and self._spares is None and self._thread is not None:
             self._thread.join(_LOOK_EVERY_S)  # some microseconds, after which the thread is really gone
         return True
 
@@ -86,11 +99,12 @@ class Worker[T]:
             TimeoutError: it is still at work after `timeout` seconds.
         """
         if not self.wait(timeout):
-            raise TimeoutError(f"the thread {self._thread.name} is still at work after {timeout:g} s")
+            raise TimeoutError(f"the thread {self._name} is still at work after {timeout:g} s")
         self.check()
         return self._results[0]
 
     def _run(self, work: Callable[[], T]) -> None:
+        self._thread = threading.current_thread()
         try:
             self._results.append(work())
         except BaseException as error:
@@ -98,7 +112,68 @@ class Worker[T]:
             if not self._is_attended:
                 raise
         finally:
+            if self._spares is not None:
+                self._spares.give_back()
             self._has_ended.set()
+
+
+class SpareThreads:
+    """Threads that outlive the calls they make: each then waits for the next call, so that the same one makes it.
+
+    A C library gives each thread a heap of its own, and a new thread any of these: calls that need much memory for a
+    moment, one after another on new threads, would let every heap grow to what one of them needs.
+
+    Args:
+        name: of threads that wait.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._guard = threading.Lock()
+        self._idle: list[_Spare] = []  # guarded by _guard
+        self._num_started = 0  # as is this
+
+    def start(self, run: Callable[[], None], name: str) -> threading.Thread:
+        """Have the oldest thread that waits, or a new one, make a call that ends with `give_back`; return the thread.
+
+        Raises:
+            RuntimeError: the system refuses to start another thread.
+        """
+        with self._guard:
+            threads = threading.enumerate()
+            # A forked process has none of the threads.
+            self._idle = [each for each in self._idle if each in threads]
+            if self._idle:
+                thread = min(self._idle, key=lambda each: each.number)
+                self._idle.remove(thread)
+            else:
+                thread = _Spare(self._num_started)
+                thread.start()
+                self._num_started += 1
+            thread.name = name
+            thread.calls.put(run)
+        return thread
+
+    def give_back(self) -> None:
+        """Let the current thread, which has made its call, wait for another; called before anyone learns of its end."""
+        thread = threading.current_thread()
+        assert isinstance(thread, _Spare)
+        with self._guard:
+            thread.name = self._name
+            self._idle.append(thread)
+
+
+class _Spare(threading.Thread):
+    def __init__(self, number: int) -> None:
+        super().__init__(daemon=True)
+        self.number = number
+        self.calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+
+    def run(self) -> None:
+        while True:
+            call = self.calls.get()
+            call()
+            del call  # what it refers to, such as the memory of a program
 
 
 def wait_for(workers: Iterable[Worker[Any]], limit_s: float) -> bool:

@@ -1,14 +1,17 @@
 """What a process keeps of a run after its end: nothing, however many runs there were before."""
 
 import gc
+import threading
 import weakref
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from loopfeed import RunningStats, batch_norm, convolution
+from loopfeed import RunningStats, batch_norm, convolution, evaluate, train
 from loopfeed.models.layers.platform_forms import tracing_for
+from tests.toy import CountedBatches, Linear, toy_batch, toy_config
 
 
 def num_objects():
@@ -32,3 +35,49 @@ def test_tracing_again_keeps_nothing_of_the_time_before(platform):
 
     *_, before, after = trace(), trace(), trace(), trace()
     assert after == before
+
+
+def kept():
+    """Return what this process keeps, without a collection."""
+    files = Path("/proc/self/fd")
+    return {
+        "arrays": len(jax.live_arrays()),
+        "programs": len(jax.devices()[0].client.live_executables()),
+        "threads": sorted(each.name for each in threading.enumerate()),
+        "descriptors": len(list(files.iterdir())) if files.is_dir() else None,
+    }
+
+
+def test_the_end_of_a_run_releases_its_program_arrays_threads_files_and_parts_at_once(tmp_path):
+    config = toy_config(run_dir=tmp_path / "run", overwrite=True, eval_every_steps=2)
+    plain = toy_config()
+    watched = []
+
+    def part():
+        batches = CountedBatches()
+        watched.append(weakref.ref(batches))
+        return batches
+
+    def fail():
+        with pytest.raises(ConnectionResetError):
+            # The frames of the error, which also its source refers to, wait for the collector.
+            train(plain, model=Linear(), batches=CountedBatches(raise_at=3))
+
+    runs = {
+        "recorded": lambda: train(config, model=Linear(), batches=part(), evaluation=toy_batch(99)),
+        "evaluated": lambda: evaluate(tmp_path / "run", model=Linear(), evaluation=toy_batch(99)),
+        "own": lambda: train(plain, model=Linear(), batches=part()),
+        "failed": fail,
+    }
+    for run in runs.values():
+        run()
+    num_objects()
+    gc.disable()
+    try:
+        before = kept()
+        for name, run in runs.items():
+            watched.clear()
+            run()
+            assert (name, kept(), [each() for each in watched]) == (name, before, [None] * len(watched))
+    finally:
+        gc.enable()

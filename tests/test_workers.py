@@ -10,7 +10,7 @@ import weakref
 
 import pytest
 
-from loopfeed.preprocess.workers import Pool, Worker, call_within, wait_for
+from loopfeed.preprocess.workers import Pool, SpareThreads, Worker, call_within, wait_for
 
 LIMIT_S = 30.0
 SHORT_S = 0.05
@@ -205,3 +205,28 @@ def test_a_call_that_is_cancelled_before_it_begins_is_not_made():
     release.set()
     assert pool.close(LIMIT_S)
     assert made == [0, 2]
+
+
+def test_a_spare_thread_makes_the_next_call_and_keeps_nothing_of_the_last():
+    spares, stuck, kept = SpareThreads("spare"), threading.Event(), threading.Event()
+
+    def call(work):
+        return Worker(work, "caller", spares).start()
+
+    first = call(threading.current_thread).result(LIMIT_S)
+    assert first.name == "spare"
+    waiting = call(stuck.wait)
+    assert first.name == "caller"
+    assert waiting.is_at_work
+    assert call(threading.current_thread).result(LIMIT_S) is not first
+    stuck.set()
+    assert waiting.result(LIMIT_S)
+    call(kept.set).result(LIMIT_S)
+    watched = weakref.ref(kept)
+    del kept
+    with pytest.raises(ZeroDivisionError):
+        call(lambda: 1 // 0).result(LIMIT_S)
+    assert watched() is None
+    assert [call(threading.current_thread).result(LIMIT_S) for _ in range(9)] == [first] * 9
+    assert not waiting.is_at_work
+    assert waiting.wait()

@@ -22,6 +22,7 @@ from loopfeed.engine.python_calls import for_python
 from loopfeed.engine.run.notebook import notebook_shell
 from loopfeed.engine.run.result import TrainResult, describe_evaluations, described_losses
 from loopfeed.engine.run.run import Run
+from loopfeed.engine.stream.loss_stream import LossStream
 from loopfeed.engine.stream.sinks import EvaluationRecord
 from loopfeed.preprocess.system_errors import error_text
 from loopfeed.preprocess.workers import Worker
@@ -45,7 +46,7 @@ class BackgroundRun:
 
     def __init__(self, board: ControlBoard, train: Callable[[Callable[[Run | None], None]], TrainResult]) -> None:
         self._board = board
-        self._run: Run | None = None
+        self._stream: LossStream | None = None
         self._kept: tuple[NDArray[np.float32], tuple[EvaluationRecord, ...]] = (np.zeros(0, np.float32), ())
         self._worker = Worker(partial(train, self._note), _THREAD)
         _started().add(self)
@@ -54,14 +55,14 @@ class BackgroundRun:
     @property
     def losses(self) -> NDArray[np.float32]:
         """The losses of this launch so far, float32 [n]."""
-        run = self._run
-        return self._kept[0] if run is None else run.stream.losses
+        stream = self._stream
+        return self._kept[0] if stream is None else stream.losses
 
     @property
     def evaluations(self) -> tuple[EvaluationRecord, ...]:
         """The evaluations of this launch so far."""
-        run = self._run
-        return self._kept[1] if run is None else tuple(run.stream.evaluations)
+        stream = self._stream
+        return self._kept[1] if stream is None else tuple(stream.evaluations)
 
     @property
     def done(self) -> bool:
@@ -131,10 +132,9 @@ class BackgroundRun:
 
     def _note(self, run: Run | None) -> None:
         """Take the run once it is set up, and None when it has ended; its arrays are then kept."""
-        if run is None and self._run is not None:
-            stream = self._run.stream
-            self._kept = stream.losses, tuple(stream.evaluations)
-        self._run = run
+        if run is None and self._stream is not None:
+            self._kept = self._stream.losses, tuple(self._stream.evaluations)
+        self._stream = None if run is None else run.stream
 
     def _end(self, reason: str) -> bool:
         """Stop the run; return whether it has ended in time."""

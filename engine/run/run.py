@@ -63,7 +63,7 @@ from loopfeed.engine.updates.settings import CompiledSettings, RuntimeSettings
 from loopfeed.engine.updates.update import Weights
 from loopfeed.models.registry import count_params
 from loopfeed.preprocess.shards.reader import ChangedShardError
-from loopfeed.preprocess.workers import Worker
+from loopfeed.preprocess.workers import Worker, wait_for
 
 
 class NonFiniteError(ArithmeticError):
@@ -391,6 +391,16 @@ class Run:
     def workers(self) -> list[Worker[Any]]:
         """The threads of the program and of its sinks, which may be at work after an interruption."""
         return [*([] if self._program is None else [self._program]), *self.stream.workers]
+
+    def release(self) -> None:
+        """Let go of the program, its arrays and the data now; nothing may use this run afterwards.
+
+        The parts refer to each other, so that Python would find them only when its collector looks at all objects,
+        which it does once in dozens of runs. If a thread of the run is still at work, it keeps them.
+        """
+        if self._program is None or wait_for(self.workers, 0):
+            vars(self.transport).clear()
+            vars(self).clear()
 
     def failure(self, state: TrainState) -> BaseException | None:
         """Return the run's error, if any. Errors on the host take precedence over others, and causes over effects."""

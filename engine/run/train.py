@@ -12,6 +12,7 @@ from typing import Literal, Unpack, overload
 
 from loopfeed.engine.compilation.ahead_of_time import Compiled
 from loopfeed.engine.compilation.cache_place import check_cache_places
+from loopfeed.engine.compilation.freed_memory import return_freed_memory
 from loopfeed.engine.config import TrainConfig
 from loopfeed.engine.control.board import ControlBoard
 from loopfeed.engine.control.request import factor_before
@@ -168,12 +169,15 @@ def train(
     told = notify
 
     def launch(note: Callable[[Run | None], None]) -> TrainResult:
-        with ending_display(display) as end, set_up_run(config, user_parts, told, board=board) as run:
-            note(run)
-            try:
-                return end(train_run(run, shown, origins, user_callbacks))
-            finally:
-                note(None)
+        with ExitStack() as last:
+            last.callback(return_freed_memory)
+            with ending_display(display) as end, set_up_run(config, user_parts, told, board=board) as run:
+                last.callback(run.release)
+                note(run)
+                try:
+                    return end(train_run(run, shown, origins, user_callbacks))
+                finally:
+                    note(None)
 
     if background:
         return BackgroundRun(board, launch)

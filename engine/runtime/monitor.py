@@ -217,7 +217,8 @@ class RuntimeMonitor:
             self._last = encode_runtime(report)
             self._ended.set()
             self._changed.notify_all()
-        wait_for(self._workers, timeout_s)
+        if wait_for(self._workers, timeout_s):
+            self._watchdog = None  # which refers to this object and, by the launch, to the program
         if self._workers[-1].is_at_work:
             self._warn(f"{RUNTIME} was not written within {timeout_s:g} s: check the disk of the run folder")
         return report
