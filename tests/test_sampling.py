@@ -191,7 +191,7 @@ def test_a_table_that_changed_is_refused_by_a_resume(data, tmp_path, monkeypatch
         ("class,weight\nn1,2\nn1,2\n", "line 3: 'n1' has a weight already: remove one of the two lines"),
         (
             "class,weight\nn1,2\nn2\n",
-            "line 3: it has 1 field where the header names 2: give one for each column, and quote names",
+            "line 3: there is 1 field where the header names 2: give one for each column, quote fields that contain",
         ),
         (
             "class,weight\ngoldfisch,2\n",
@@ -199,9 +199,10 @@ def test_a_table_that_changed_is_refused_by_a_resume(data, tmp_path, monkeypatch
         ),
         ("class,weight\nn1,2\ntench,2\n", "has a weight of 'tench', which is not another class than 'n1': correct"),
         ("class,weight\nn1,0\nn2,0\nn3,0\n", "must leave images to draw, but all of"),
-        ("class;weight\nn1;2,5\n", "line 2: the weight is '2,5': write 2.5"),
-        (bytes.fromhex("d0cf11e0a1b11ae1") + bytes(99), "line 1: it is a spreadsheet: save it as CSV"),
-        (b"class,weight\nn\xff,0\n", "line 2: it is not UTF-8: save the file as UTF-8"),
+        ("sep=;\n\nclass;weight\nn1;2,5\n", "line 4: the weight is '2,5': write 2.5"),
+        ('class,weight\n"n1\n', "line 2: a quoted field does not end on its line: correct the line"),
+        (bytes.fromhex("d0cf11e0a1b11ae1") + bytes(99), "it is a spreadsheet: save it as CSV"),
+        (b"class,weight\nn\xff,0\n", "line 2: byte 2 of the line is not UTF-8: save the file as UTF-8"),
     ],
 )
 def test_a_faulty_table_is_refused_by_its_line(data, tmp_path, content, fault):

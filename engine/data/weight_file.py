@@ -4,27 +4,24 @@ The header decides: `class,weight` or `name,weight`, separated by commas, semico
 number of at least 0. What is not listed has the weight 1.
 """
 
-import csv
-import hashlib
-import io
 import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import partial
-from typing import Any, Literal
+from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from loopfeed.engine.settings import SettingError
-from loopfeed.preprocess.file_kinds import HEAD_BYTES, SAVE_AS_CSV, kind_of
 from loopfeed.preprocess.printable import printable
-from loopfeed.preprocess.quantities import number_remedy, quantity
+from loopfeed.preprocess.quantities import number_remedy
 from loopfeed.preprocess.regular_file import read_regular
 from loopfeed.preprocess.shards.classes import ImageClass
+from loopfeed.preprocess.sources.table_file import TableFile, read_header
 from loopfeed.preprocess.storage_options import expand_home
 from loopfeed.preprocess.suggestions import did_you_mean, did_you_mean_name
 from loopfeed.preprocess.system_errors import error_text, reading_remedy
@@ -141,27 +138,18 @@ def read_weight_file(path: str, setting: str, words: Sequence[str]) -> WeightFil
     Raises:
         SettingError: it cannot be read, or has another form; the message names the line.
     """
-    content = _read(path, setting, words)
-    fault = partial(_fault, setting, path)
-    kind = kind_of(content[:HEAD_BYTES])
-    if kind is not None and kind.remedy == SAVE_AS_CSV:
-        raise fault(1, f"it is {kind.name}", SAVE_AS_CSV)
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise fault(content[: error.start].count(b"\n") + 1, "it is not UTF-8", "save the file as UTF-8") from error
-    delimiter = max(",;\t", key=text.partition("\n")[0].count)
-    rows = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
-    try:
-        header = [each.strip().lower() for each in next(rows, [])]
-        keys = [column for column, name in enumerate(header) if name in _KEYS]
-        if len(keys) != 1 or header.count(_WEIGHT) != 1:
-            found = printable(",".join(header)[:80])
-            raise fault(1, f"the header is {found!r}", f"begin with {_forms(setting)}")
-        weights = _weights_in(rows, len(header), keys[0], header.index(_WEIGHT), fault)
-    except csv.Error as error:
-        raise fault(rows.line_num, f"it is not CSV ({error})", "correct it") from error
-    return WeightFile(path, hashlib.sha256(content).hexdigest(), _KEYS[header[keys[0]]], weights)
+
+    def error(where: str, found: str, remedy: str) -> SettingError:
+        return SettingError(setting, "{setting}: {where}: {found}: {remedy}", where=where, found=found, remedy=remedy)
+
+    table = TableFile(Path(path), error=error)
+    read_header(table, _read(path, setting, words))
+    header = [each.lower() for each in table.columns]
+    keys = [column for column, name in enumerate(header) if name in _KEYS]
+    if len(keys) != 1 or header.count(_WEIGHT) != 1:
+        table.fail(table.line, f"the header is {printable(','.join(header)[:80])!r}", f"begin with {_forms(setting)}")
+    weights = _weights_in(table, keys[0], header.index(_WEIGHT))
+    return WeightFile(path, table.digest, _KEYS[header[keys[0]]], weights)
 
 
 def _read(path: str, setting: str, words: Sequence[str]) -> bytes:
@@ -182,31 +170,16 @@ def _forms(setting: str) -> str:
     return "class,weight" if setting == "class_weights" else "class,weight or name,weight"
 
 
-def _fault(setting: str, path: str, line: int, found: str, remedy: str) -> SettingError:
-    """Return the error that a line of a file is at fault."""
-    message = "{setting}: {path}, line {line}: {found}: {remedy}"
-    return SettingError(setting, message, path=printable(path), line=line, found=found, remedy=remedy)
-
-
-def _weights_in(
-    rows: Any,
-    num_columns: int,
-    key: int,
-    weight: int,
-    fault: Callable[[int, str, str], SettingError],
-) -> dict[str, Fraction]:
+def _weights_in(table: TableFile, key: int, weight: int) -> dict[str, Fraction]:
     """Return the weights of the rows behind the header by class or name."""
     weights: dict[str, Fraction] = {}
-    for row in filter(None, rows):
-        if len(row) != num_columns:
-            found = f"it has {quantity(len(row), 'field')} where the header names {num_columns:,}"
-            raise fault(rows.line_num, found, "give one for each column, and quote names that contain the separator")
+    for line, row in table.cells:
         number = row[weight].strip()
         if not _NUMBER.fullmatch(number):
             remedy = number_remedy(number[:40], "give a number of at least 0")
-            raise fault(rows.line_num, f"the weight is {number[:40]!r}", remedy)
+            table.fail(line, f"the weight is {number[:40]!r}", remedy)
         if row[key] in weights:
-            raise fault(rows.line_num, f"{row[key]!r} has a weight already", "remove one of the two lines")
+            table.fail(line, f"{row[key]!r} has a weight already", "remove one of the two lines")
         weights[row[key]] = Fraction(number)
     return weights
 

@@ -1,7 +1,7 @@
 """Reads the rows of a table as spreadsheets and programs write it: CSV with any usual separator, TSV, or JSON lines.
 
-Owns the encoding, the separator and the header, and the form of errors, each of which names the file and the line. Does
-not know what a column means.
+Owns the encoding, the separator and the header, and what is a fault of them, each with its file and line. Does not know
+what a column means.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import hashlib
 import io
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -53,6 +53,10 @@ type Cells = list[Any] | JsonCells
 """The cells of a row in the order of the columns: text in CSV, values in JSON lines, None without a key."""
 
 
+def _source_error(where: str, fault: str, remedy: str) -> SourceError:
+    return SourceError(f"{where}: {fault}; {remedy}")
+
+
 @dataclass
 class TableFile:
     """A table whose header is read, and whose rows are read once.
@@ -65,6 +69,8 @@ class TableFile:
         line: the number of the line that was read last, from 1; at first that of the header or first object.
         separator: what separates the fields of CSV.
         cells: the number of the line, from 1, and the cells of each row.
+        error: makes the error of a fault from the file and line that it is in, the fault, and what to do.
+        several: what else to do about a row with more fields than the header.
     """
 
     file: Path
@@ -74,11 +80,12 @@ class TableFile:
     line: int = 0
     separator: str = ","
     cells: Iterator[tuple[int, Cells]] = field(default=iter(()), repr=False)
+    error: Callable[[str, str, str], Exception] = field(default=_source_error, repr=False)
+    several: str = ""
 
     def fail(self, line: int | None, fault: str, remedy: str) -> NoReturn:
-        """Raise SourceError for a fault in a line, or in the whole file."""
-        where = printable(self.file) + ("" if line is None else f", line {line}")
-        raise SourceError(f"{where}: {fault}; {remedy}")
+        """Raise the error of a fault in a line, or in the whole file."""
+        raise self.error(printable(self.file) + ("" if line is None else f", line {line}"), fault, remedy)
 
 
 def open_table(
@@ -109,20 +116,29 @@ def open_table(
             f"{what} must end with {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}, got {printable(file)}; "
             "rename it, or save it in one of these forms"
         )
-    table = TableFile(file, is_json=suffix in (".jsonl", ".ndjson"))
+    table = TableFile(file, is_json=suffix in (".jsonl", ".ndjson"), several=", and separate several classes by |")
     try:
         content = read_regular(file, max_bytes=max_bytes or MAX_FILE_BYTES)
     except OSError as error:
         raise SourceError(
             f"{what} {printable(file)} cannot be read: {error.strerror}; {reading_remedy(error, remedy)}"
         ) from error
+    read_header(table, content)
+    return table
+
+
+def read_header(table: TableFile, content: bytes) -> None:
+    """Read the header of a table from the bytes of its file; its rows then wait in `cells`.
+
+    Raises:
+        Exception: that of the table's `error`: it is no table, or breaks a rule. Its rows raise it too.
+    """
     table.digest = hashlib.sha256(content).hexdigest()
     lines = _lines_of(table, _as_utf8(table, content))
     try:
         (_open_json if table.is_json else _open_csv)(table, lines)
     except RecursionError:
         table.fail(table.line, "its values are nested too deeply", "give a flat object")
-    return table
 
 
 def _as_utf8(table: TableFile, content: bytes) -> bytes:
@@ -187,8 +203,8 @@ def _csv_cells(table: TableFile, lines: Iterator[str]) -> Iterator[tuple[int, Ce
             table.fail(
                 number,
                 f"there {are} where the header names {count:,}",
-                f"give one for each column, quote fields that contain {_SEPARATOR_NAMES[table.separator]}, and "
-                "separate several classes by |",
+                f"give one for each column, quote fields that contain {_SEPARATOR_NAMES[table.separator]}"
+                f"{table.several}",
             )
         yield number, fields[:count]
 
