@@ -63,6 +63,8 @@ def test_a_notebook_has_one_output_that_is_updated_in_place_and_little(shown, ca
     assert capfd.readouterr() == ("", "")
     before = len(shown)
     train(toy_config(), model=Linear(), batches=toy_batch, progress=False)
+    with pytest.raises(ValueError, match="batches of your own"):
+        train(toy_config(data="none"), model=Linear(), batches=toy_batch)
     assert len(shown) == before
 
 

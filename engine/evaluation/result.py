@@ -51,7 +51,7 @@ def mean_recall(classes: Sequence[ClassResult]) -> float | None:
     return math.fsum(found) / len(found) if found else None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ImagePredictions:
     """The decisions of an evaluation image by image, in the order of the split.
 
@@ -70,6 +70,9 @@ class ImagePredictions:
     losses: NDArray[np.float32]
     names: tuple[str, ...] | None = None
     images: NDArray[np.int64] | None = None
+
+    def __repr__(self) -> str:
+        return f"ImagePredictions({len(self.labels):,} images)"
 
     def index_of(self, row: int) -> int:
         """Return the index in the split of the image of a row."""

@@ -147,7 +147,7 @@ _FEWEST_COLUMNS = 8
 _LINE_HEIGHT = 14
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ShownBatch:
     """A training batch as the model receives it.
 
@@ -171,6 +171,9 @@ class ShownBatch:
     step: int
     title: str
     names: tuple[str, ...] | None = None
+
+    def __repr__(self) -> str:
+        return f"ShownBatch({self.title}, {self.facts})"
 
     @property
     def facts(self) -> str:

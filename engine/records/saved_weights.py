@@ -32,6 +32,10 @@ class SavedWeights(NamedTuple):
     batch_stats: Any
     metadata: dict[str, str]
 
+    def __repr__(self) -> str:
+        model = printable(self.metadata.get("model", "an unknown model"))
+        return f"SavedWeights({model}; params, batch_stats and metadata)"
+
 
 def read_weights(path: str | os.PathLike[str]) -> SavedWeights:
     """Read the weights that a run wrote, `RUN/model.safetensors`, and check their digest.

@@ -65,12 +65,13 @@ class NotebookDisplay:
     """A sink that shows a run in a notebook: a bar, the newest numbers, the loss and the accuracies so far.
 
     Args:
-        publish: shows it, the first time at once.
+        publish: shows it.
+        at_once: whether to show it now, in the cell that runs now, not once there is something to show.
     """
 
     is_display = True
 
-    def __init__(self, publish: Publish) -> None:
+    def __init__(self, publish: Publish, *, at_once: bool = False) -> None:
         self._publish, self._drawn_s, self._is_shown = publish, -math.inf, False
         self._title, self._step, self._steps, self._first_step = "starting", 0, 0, 0
         self._bins, self._added = BinnedLog(_NUM_BINS), list[LossRecord]()
@@ -78,7 +79,8 @@ class NotebookDisplay:
         self._evaluations: list[EvaluationRecord] = []
         self._notices: deque[str] = deque(maxlen=_MOST_NOTICES)
         self._evaluating: EvaluationProgress | None = None
-        self._draw()
+        if at_once:
+            self._draw()
 
     def say(self, notice: str) -> None:
         """Show a message of the run; called from any thread."""
@@ -121,7 +123,9 @@ class NotebookDisplay:
         self._draw()
 
     def end(self, ended: TrainResult | BaseException) -> None:
-        """Show how the run ended; called after `close`."""
+        """Show how the run ended, unless it was refused before there was anything to show; called after `close`."""
+        if not self._is_shown:
+            return
         if isinstance(ended, TrainResult):
             self._title = str(ended).partition("\n")[0]
         else:
@@ -215,7 +219,7 @@ def ending_display(display: NotebookDisplay | None) -> Iterator[Callable[[TrainR
             display.end(ended[0])
 
 
-def notebook_display(wanted: bool | None) -> NotebookDisplay | None:
+def notebook_display(wanted: bool | None, *, at_once: bool) -> NotebookDisplay | None:
     """Return the display of a run if this is a notebook and it is not switched off, else None."""
     publish: Any = None if wanted is False else publisher_of_notebook()
-    return None if publish is None else NotebookDisplay(publish)
+    return None if publish is None else NotebookDisplay(publish, at_once=at_once)

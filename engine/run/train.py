@@ -162,7 +162,7 @@ def train(
     """
     user_sinks, user_callbacks, user_parts = as_sinks(sinks), as_callbacks(callbacks), take_parts(parts)
     check_is_alone()
-    board, display = ControlBoard(), notebook_display(progress)
+    board, display = ControlBoard(), notebook_display(progress, at_once=background)
     if notify is None:
         notify = (lambda _: None) if display is None else lambda line: display.say(in_python_words(line))
     shown = user_sinks if display is None else [*user_sinks, display]

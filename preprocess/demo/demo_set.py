@@ -1,6 +1,7 @@
 """Draws and packs the demo data set."""
 
 import math
+import os
 import tempfile
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -38,7 +39,7 @@ DEMO_SIZE = 32
 
 
 def pack_demo(
-    data: str,
+    data: str | os.PathLike[str],
     *,
     overwrite: bool = False,
     on_progress: Callable[[str, PackProgress], None] = lambda _split, _progress: None,

@@ -363,7 +363,7 @@ class _Several:
 
 
 def open_location(
-    data: str,
+    data: str | os.PathLike[str],
     *,
     context: ts.Context | None = None,
     memory_mapped: bool = False,
@@ -383,6 +383,7 @@ def open_location(
         ShardError: TensorStore does not support the URL, a path is not UTF-8, an option is wrong, or nothing answers at
             its address within 15 s.
     """
+    data = os.fspath(data)
     spec = _spec_of(data)
     path, root = spec.get("path", ""), ""
     if spec["driver"] == "file":
