@@ -4,7 +4,7 @@ from loopfeed.engine.commands.cli import main as run_train
 from loopfeed.engine.commands.control_cli import main as control_run
 from loopfeed.engine.commands.eval_cli import main as run_eval
 from loopfeed.engine.commands.explain_cli import main as explain_program
-from loopfeed.engine.commands.export_cli import main as export_weights
+from loopfeed.engine.commands.export_cli import main as export_model
 from loopfeed.engine.commands.list_cli import main as list_runs
 from loopfeed.engine.commands.predict_cli import main as predict_images
 from loopfeed.engine.commands.report_cli import main as report_run
@@ -24,7 +24,7 @@ _COMMANDS = {
     "tail-run": tail_run,
     "verify-run": verify_run,
     "predict-images": predict_images,
-    "export-weights": export_weights,
+    "export-model": export_model,
     "explain-program": explain_program,
 }
 

@@ -45,7 +45,7 @@ COMMANDS = {
     "control-run": "loopfeed.engine.commands.control_cli",
     "verify-run": "loopfeed.engine.commands.verify_cli",
     "predict-images": "loopfeed.engine.commands.predict_cli",
-    "export-weights": "loopfeed.engine.commands.export_cli",
+    "export-model": "loopfeed.engine.commands.export_cli",
     "explain-program": "loopfeed.engine.commands.explain_cli",
 }
 

@@ -18,8 +18,9 @@ WITHOUT = {
     *("Mistakes", "OpenedRun", "RunInterrupted"),
     *("ShardCache", "check_step", "describe_runtime", "evaluate_weights"),
     *("ChangedShardError", "ConfigError", "FeederError", "NonFiniteError", "ShardError"),
-    *("Damage", "DeviceInfo", "Difference", "EvaluationRecord", "EvaluationResult", "ImagePredictions", "LoadedRecipe"),
+    *("Damage", "DeviceInfo", "Difference", "EvaluationRecord", "EvaluationResult", "ExportResult", "LoadedRecipe"),
     *(
+        "ImagePredictions",
         "LossRecord",
         "Mistakes",
         "OpenedRun",

@@ -85,6 +85,7 @@ FLOORS = (
     "loopfeed.engine.inspection",
     "loopfeed.engine.evaluation",
     "loopfeed.engine.opened_run",
+    "loopfeed.engine.export",
     "loopfeed.engine.replay",
     "loopfeed.engine.report_page",
     "loopfeed.engine.commands",

@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from loopfeed import evaluate, read_weights, train
-from loopfeed.engine.evaluation.export import export_weights
+from loopfeed.engine.export.export import export_model
 from loopfeed.engine.records.recorded_run import read_recorded, recorded_user_parts
 from loopfeed.engine.records.weights import name_tensors, with_digest
 from tests.test_initial_weights import drawn
@@ -41,7 +41,7 @@ def test_a_model_of_two_arrays_is_exported_read_and_evaluated(tmp_path, average)
     saved = read_weights(run / "model.safetensors")
     np.testing.assert_array_equal(saved.params, result.params)
     np.testing.assert_array_equal(saved.batch_stats, result.batch_stats)
-    export_weights(run, tmp_path / "out.safetensors", snapshot=2)
+    export_model(run, tmp_path / "out.safetensors", snapshot=2)
     jax.tree.map(np.testing.assert_array_equal, read_weights(tmp_path / "out.safetensors"), saved)
     with pytest.raises(ValueError, match="was trained with a model of your own, 'Bare'"):
         evaluate(run)
@@ -75,7 +75,7 @@ def test_a_model_with_the_name_of_a_built_in_one_is_recorded_as_own(tmp_path, na
     assert "model" in recorded_user_parts(read_recorded(run).resolved)
     with pytest.raises(ValueError, match=r"was trained with .*model.* of your own, which must be given"):
         train(toy_config(steps=3, run_dir=run, resume=True), batches=toy_batch)
-    export_weights(run, tmp_path / "out.safetensors", snapshot=2)
+    export_model(run, tmp_path / "out.safetensors", snapshot=2)
     np.testing.assert_array_equal(read_weights(tmp_path / "out.safetensors").params["bias"], result.params["bias"])
     assert train(toy_config(steps=3, run_dir=run, resume=True), model=model, batches=toy_batch).steps_done == 3
 

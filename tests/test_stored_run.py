@@ -19,7 +19,7 @@ import loopfeed
 from loopfeed import train
 from loopfeed.engine.commands.control_cli import main as control_run
 from loopfeed.engine.commands.tail_cli import main as tail_run
-from loopfeed.engine.evaluation.export import export_weights
+from loopfeed.engine.export.export import export_model
 from loopfeed.engine.records.given_weights import Origin, read_given_weights
 from loopfeed.engine.records.stored import mirror
 from loopfeed.engine.records.stored.lease import LEASE, Lease
@@ -110,8 +110,8 @@ def test_a_run_in_a_store_is_resumed_and_read_there(tmp_path, url, whole):
         assert replace(records[0], time=0.0) == replace(records[1], time=0.0)
     assert f"weights: {url}, linear after 16 steps" in said
     assert loopfeed.replay_run(url, from_step=8, batches=toy_batch, **parts).is_same
-    done = export_weights(url, tmp_path / "stored.safetensors", snapshot=16)
-    assert done.digest == export_weights(whole, tmp_path / "local.safetensors", snapshot=16).digest
+    done = export_model(url, tmp_path / "stored.safetensors", snapshot=16)
+    assert done.digest == export_model(whole, tmp_path / "local.safetensors", snapshot=16).digest
     of_run, of_file = (read_given_weights(each) for each in (url, f"{url}/model.safetensors"))
     assert of_run.origin == Origin(url, None, of_file.origin.sha256)
     assert of_run.stored.digest == of_file.stored.digest == done.digest

@@ -118,7 +118,7 @@ def test_every_number_of_a_command_is_in_the_digits_0_to_9(name):
                 kind.convert("١٢", param, None)  # type: ignore[arg-type]
             checked += 1
     assert checked or name in (
-        "export-weights",
+        "export-model",
         "explain-program",
         "inspect-shards",
         "list-runs",

@@ -20,7 +20,7 @@ RECORDED = "kernels"
 _CPU = "cpu"
 _ELSEWHERE = (
     ". Go on where they can be used, or start another run from its weights: --init-from with its model.safetensors or, "
-    "before its end, with the file that export-weights RUN FILE --snapshot best writes"
+    "before its end, with the file that export-model RUN FILE --snapshot best writes"
 )
 
 

@@ -20,6 +20,9 @@ from jax import lax
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 """The platforms for which operations can be traced alone."""
 
+PLAIN = "plain"
+"""In their place: the forms that no platform has of its own, which can be lowered for any."""
+
 # jax keeps what it has traced for each value separately.
 _platform = jax.make_user_context(None)
 
@@ -30,12 +33,13 @@ def tracing_for(platform: str | None) -> AbstractContextManager[None]:
     What is traced in it must be lowered for this platform only.
 
     Args:
-        platform: a name such as "cpu", "cuda" or "tpu", as `lax.platform_dependent` takes it; None traces all forms.
+        platform: a name such as "cpu", "cuda" or "tpu", as `lax.platform_dependent` takes it; None traces all forms,
+            and `PLAIN` those that can be lowered for every platform.
 
     Raises:
         ValueError: if there is no platform of that name, such as "gpu".
     """
-    if platform is not None and platform not in PLATFORMS:
+    if platform not in (None, PLAIN, *PLATFORMS):
         raise ValueError(f"platform must be one of {', '.join(PLATFORMS)}, or None for all, got {platform!r}")
     context: AbstractContextManager[None] = _platform(platform)
     return context

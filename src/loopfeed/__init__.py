@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from loopfeed.engine.evaluation.predict import PredictionResult, Predictor, predict
     from loopfeed.engine.evaluation.result import EvaluationResult, ImagePredictions
     from loopfeed.engine.evaluation.run import evaluate, evaluate_weights
+    from loopfeed.engine.export.export import ExportResult, export_model
     from loopfeed.engine.feed.batches import BatchSource, EvaluationSource
     from loopfeed.engine.feed.feeder import FeederError
     from loopfeed.engine.inspection.explain import explain_program
@@ -85,6 +86,7 @@ _HOME = {
     "EvaluationRecord": "loopfeed.engine.stream.sinks",
     "EvaluationResult": "loopfeed.engine.evaluation.result",
     "EvaluationSource": "loopfeed.engine.feed.batches",
+    "ExportResult": "loopfeed.engine.export.export",
     "FeederError": "loopfeed.engine.feed.feeder",
     "ImagePredictions": "loopfeed.engine.evaluation.result",
     "LoadedRecipe": "loopfeed.engine.recipes",
@@ -133,6 +135,7 @@ _HOME = {
     "evaluate_weights": "loopfeed.engine.evaluation.run",
     "expected_calibration_error": "loopfeed.engine.objective.metrics",
     "explain_program": "loopfeed.engine.inspection.explain",
+    "export_model": "loopfeed.engine.export.export",
     "from_torchvision": "loopfeed.models.torchvision_names",
     "global_average_pool": "loopfeed.models.layers.head",
     "join_processes": "loopfeed.engine.processes",
@@ -177,6 +180,7 @@ __all__ = [
     "EvaluationRecord",
     "EvaluationResult",
     "EvaluationSource",
+    "ExportResult",
     "FeederError",
     "ImagePredictions",
     "LoadedRecipe",
@@ -225,6 +229,7 @@ __all__ = [
     "evaluate_weights",
     "expected_calibration_error",
     "explain_program",
+    "export_model",
     "from_torchvision",
     "global_average_pool",
     "join_processes",

@@ -1,0 +1,1 @@
+"""Trained weights in other programs' formats: StableHLO, ONNX, a folder of timm, and safetensors."""
