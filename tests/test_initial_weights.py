@@ -208,7 +208,7 @@ def test_another_model_is_named_where_the_file_names_it(resnet8, tmp_path):
     weights, _ = resnet8
     path = saved(tmp_path / "w.safetensors", name_tensors("resnet8", *weights), {"model": "resnet8"})
     with pytest.raises(
-        ValueError, match=r"resnet14: missing .*\(the file was saved from the model 'resnet8': --model resnet8\)"
+        ValueError, match=r"resnet14: missing .*\(the file was saved from the model 'resnet8': give --model resnet8\)"
     ):
         load_initial_weights(path, "resnet14", *shapes_of("resnet14", 10))
 
