@@ -422,6 +422,13 @@ class TrainConfig:
         unit="GROUP", option=("--group",), default_text="none", joined_by=";",
         details="The option can be repeated; in the setting, groups are separated by semicolons.",
     )
+    layer_decay: float | None = setting(
+        None, OPTIMISER, _PROGRAM, _KEPT,
+        "Factor on the learning rate from each layer to the one before it; the classifier keeps the whole rate.",
+        between=(1e-3, 1.0), unit="FACTOR", default_text="all layers have the same rate",
+        details="As BEiT and timm define it (arXiv:2106.08254), for fine-tuning; 0.65 to 0.9 are usual. A layer is a "
+        "block of the network. The factors of {groups} multiply it. Only for networks of the registry.",
+    )
     accumulate_steps: int = setting(
         1, OPTIMISER, _RUNTIME, _KEPT, "Number of batches whose gradients are accumulated into one update.",
         between=(1, 2**20), unit="BATCHES",

@@ -300,6 +300,7 @@ OTHERS: dict[str, Any] = {
     "clip_order": "inf",
     "freeze": "bias",
     "groups": "bias=weight_decay:0",
+    "layer_decay": 0.5,
     "stages": Stages([Stage(until=1), Stage()]),
     "order": "windowed",
     "window_gb": 2.0,

@@ -12,7 +12,7 @@ from typing import Any
 
 from loopfeed.engine.records.imagenet import imagenet_classes
 from loopfeed.engine.records.weights_metadata import describe_weights
-from loopfeed.models.registry import model_names
+from loopfeed.models.names import MODEL_NAMES, find_timm_model
 from loopfeed.preprocess.decoding.decode import RESAMPLERS
 from loopfeed.preprocess.printable import printable
 from loopfeed.preprocess.regular_file import read_regular
@@ -22,10 +22,6 @@ MOST_BYTES = 1 << 24
 # What timm takes for a value that a config lacks: its `resolve_data_config`.
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 _CROP, _SIZE, _FILTER = 0.875, (3, 224, 224), "bicubic"
-_OTHER_NAMES = {
-    **{"resnet50d": "resnet50-d", "convnext_tiny": "convnext-tiny"},
-    **{"vit_small_patch16_224": "vit-s16", "vit_base_patch16_224": "vit-b16"},
-}
 _OF_IMAGENET = re.compile("(^|_)in1k(_|$)")
 
 
@@ -61,10 +57,10 @@ def metadata_of_config(content: bytes, where: str) -> tuple[dict[str, str], tupl
             f"{where} must be a config of timm, with architecture, input_size, mean and std, but is not "
             f"({printable(str(error))}): download it again, or give the weights file alone"
         ) from None
-    name = _OTHER_NAMES.get(architecture, architecture)
+    name = find_timm_model(architecture) or architecture
     notes = (
         []
-        if name in model_names()
+        if name in MODEL_NAMES
         else [f"{where} names the network {printable(architecture)}, which is none of the registry's"]
     )
     resample = str(config.get("interpolation") or _FILTER)

@@ -27,8 +27,11 @@ from loopfeed.engine.program.train_state import TrainModel
 from loopfeed.engine.replicas import Replicas, norm_groups
 from loopfeed.engine.run.resolve import DEFAULT_STOP_METRIC
 from loopfeed.engine.run.run_stages import rate_factor
+from loopfeed.engine.settings import SettingError
+from loopfeed.engine.updates.layer_decay import decayed_groups
 from loopfeed.engine.updates.optim import Hyperparams
 from loopfeed.engine.updates.schedules import ONE_CYCLE_DIVISOR, ScheduleValues, schedule_values
+from loopfeed.engine.updates.selection import dotted_paths
 from loopfeed.engine.updates.settings import BatchOrigin, Cadence, CompiledSettings, RuntimeSettings, StageValues
 from loopfeed.models.model import Model
 from loopfeed.preprocess.extents import Whole
@@ -134,6 +137,17 @@ def _augmentation(config: TrainConfig, whole: Whole | None) -> Augmentation:
     )
 
 
+def _paths_of(model: TrainModel, parts: UserParts) -> list[str]:
+    """Return the dotted paths of the parameters of a network whose layers are known."""
+    if parts.model is not None:
+        raise SettingError(
+            "layer_decay",
+            "{setting} needs a network of the registry, whose layers are known, got a model of your own: give the "
+            "factors of its parameters ({groups})",
+        )
+    return dotted_paths(jax.eval_shape(model.init, jax.eval_shape(lambda: jax.random.key(0)))[0])
+
+
 def compiled_settings_of_run(
     config: TrainConfig,
     parts: UserParts,
@@ -150,6 +164,9 @@ def compiled_settings_of_run(
     evaluated = None if data.evaluation is None else label_form_of(data.evaluation)
     settings = compiled_settings(config, parts, label_form_of(data.source), evaluated, whole_of(data.source))
     settings.evaluated_objective.check_metrics()
+    if config.layer_decay is not None:
+        groups = decayed_groups(_paths_of(model, parts), config.layer_decay, settings.groups)
+        settings = replace(settings, groups=groups)
     if resized_to is not None:
         settings = replace(settings, augmentation=replace(settings.augmentation, resized_to=resized_to))
     shown_images = None
