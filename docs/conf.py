@@ -36,11 +36,14 @@ _ALIASES = (
     "UserOptimizer|Padding|Pair|Params|PerExample|Phase|Pixels|RecordFunction|Schedule"
 )
 nitpick_ignore_regex = [
-    ("py:class", r"(collections\.abc|jax|jaxtyping|numpy|os|pathlib|tensorstore|PIL)\..*"),
+    ("py:class", r"(collections\.abc|jax|jaxtyping|numpy|os|pathlib|pd|tensorstore|PIL)\..*"),
     ("py:class", r"'.*"),  # the shape of an array: Float[Array, 'B K']
     ("py:class", rf"loopfeed\.[\w.]+\.({_ALIASES})"),
     # Of public classes and functions, but not public.
-    ("py:class", r"RecordedRun|loopfeed\.(engine\.parts\.PartArguments|preprocess\.shards\.targets\.Targets)"),
+    (
+        "py:class",
+        r"RecordedRun|loopfeed\.(engine\.parts\.PartArguments|engine\.charts\.charts\.Chart|preprocess\.shards\.targets\.Targets)",
+    ),
 ]
 
 html_theme = "furo"

@@ -90,7 +90,7 @@ class OpenedRun:
 
     @property
     def status(self) -> RunState:
-        """What the run does, or how it ended: starting, running, done, stopped, failed, killed, damaged or foreign."""
+        """What the run does, or how it ended (starting, running, done, stopped, failed, killed, damaged, foreign)."""
         return self._summary().state
 
     @property
@@ -100,7 +100,7 @@ class OpenedRun:
 
     @property
     def resolved(self) -> dict[str, Any]:
-        """What the settings resolved to: the model, the data, the learning rate, the devices and so on."""
+        """What the settings resolved to, such as the model, the data, the learning rate and the devices."""
         with local_copy(self.path, self._options, settings_only) as folder:
             return read_recorded(folder).resolved
 
@@ -151,7 +151,7 @@ class OpenedRun:
 
         Args:
             step: the update, from 1.
-            model, batches, loss, augment and so on: your own parts, as the run had them.
+            parts: your own parts, such as the model, as the run had them.
 
         Raises:
             ValueError: the run has no such step, or as `show_batch`.

@@ -61,7 +61,7 @@ class History:
 
     @property
     def evaluated(self) -> Mapping[str, NDArray[Any]]:
-        """The numbers of the evaluations by name, [m] each: step, num_images, top1, top5, loss, time, your metrics."""
+        """The numbers of the evaluations by name, [m] each, such as step, num_images, top1, loss and your metrics."""
         found = self.evaluations
         names = dict.fromkeys(
             name for each in found for name, value in each.metrics.items() if isinstance(value, int | float)
