@@ -599,6 +599,13 @@ class TrainConfig:
         None, MONITORING, _HOST, _OF_USER, "Log to this project of Weights & Biases.", unit="PROJECT",
         default_text="off",
     )
+    on_event: str | None = setting(
+        None, MONITORING, _HOST, _OF_USER,
+        "Run this line in a shell when the run is done, stopped, failed or stalled, a loss is NaN or infinite, or an "
+        "evaluation is the best so far.", unit="COMMAND", default_text="none",
+        details="The event is in $LOOPFEED_EVENT, $LOOPFEED_MESSAGE, $LOOPFEED_RUN_DIR, $LOOPFEED_STEP and more, and "
+        "as JSON on standard input. The command cannot harm the run: it is killed after ten seconds.",
+    )
     histogram_every_steps: int = setting(
         0, MONITORING, _RUNTIME, _CHANGES,
         "Steps between histograms of weights and gradients for {tensorboard} or {wandb}; 0 takes none.",

@@ -42,6 +42,7 @@ FOREIGN: dict[str, Any] = {
     "cache": "gift/shards",
     "cache_gb": 3.0,
     "wandb": "team",
+    "on_event": "gift",
     "append_epochs": 2.0,
     "run_dir": "gift",
     "resume": True,
@@ -90,8 +91,9 @@ def test_nothing_of_a_user_or_a_launch_is_taken_from_a_record_and_a_line_names_t
     assert {name: found.value_of(name) for name in FOREIGN} == FOREIGN
     line = found.describe_replaced(found.config, options=SETTINGS)
     assert line == (
-        "not used from the run's record: --wandb team, --compilation-cache gift/cache, --cache gift/shards, "
-        "--cache-gb 3 (give --wandb, --compilation-cache, --cache and --cache-gb again to use your own)"
+        "not used from the run's record: --wandb team, --on-event gift, --compilation-cache gift/cache, --cache "
+        "gift/shards, --cache-gb 3 (give --wandb, --on-event, --compilation-cache, --cache and --cache-gb again to use "
+        "your own)"
     )
     # Not what the user gives, nor what has no effect in a command; no remedy where a command has no option.
     now = replace(found.config, wandb="mine", cache="off")

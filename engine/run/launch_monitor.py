@@ -47,6 +47,7 @@ def start_monitor(
         write=None if folder is None else folder.write_monitoring,
         stalls=stalls,
         say=launch.notices.say,
+        on_stall=launch.on_stall,
     )
     monitor.start()
     return monitor

@@ -135,6 +135,7 @@ class Run:
         is_over: whether the loop has ended by itself, not by an error or a second signal.
         path, folder, stored: the run folder on this machine, the same if it is locked to be written, and what uploads
             it; None if there is none. Set by whoever claims them.
+        on_stall: called with a line, from another thread, when no step has ended for `stall_warn_s`; must not block.
         given_config: the settings before epochs were converted to steps.
         has_changed_data: whether `failure` found that the data were modified during the run, so that steps may have
             been trained on other images.
@@ -175,6 +176,7 @@ class Run:
         self._program: Worker[TrainState] | None = None
         self._kept_stage: int | None = None
         self.paused_collector = ExitStack()
+        self.on_stall: Callable[[str], None] = lambda _: None
 
     def open_data(self) -> RunData:
         """Open the data that the settings or the user name."""

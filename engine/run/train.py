@@ -19,6 +19,7 @@ from loopfeed.engine.control.request import factor_before
 from loopfeed.engine.crossing.choice import this_platform
 from loopfeed.engine.crossing.devices import Placement, settle_devices, split_processor
 from loopfeed.engine.loggers.choice import check_loggers, make_loggers, unused_cadences_warning
+from loopfeed.engine.loggers.event_command import EventCommand
 from loopfeed.engine.parts import PartArguments, UserParts, take_parts
 from loopfeed.engine.processes import exchange, this_process, wait_for_processes
 from loopfeed.engine.program.kernels import changed_kernels_notice, settle_kernels
@@ -55,6 +56,7 @@ from loopfeed.engine.stream.function_sink import RecordFunction, as_sinks
 from loopfeed.engine.stream.notices import outliving_display
 from loopfeed.engine.stream.sinks import RunDescription, Sink
 from loopfeed.preprocess.quantities import quantity
+from loopfeed.preprocess.system_errors import error_text
 
 
 @overload
@@ -336,12 +338,16 @@ def train_run(
     config, called = run.config, Callbacks(callbacks, _handle(run))
     # Of several processes, the first alone logs.
     loggers = [] if this_process().index else make_loggers(config, run.path)
-    sinks = [*sinks, *loggers]
+    events = None
+    if config.on_event is not None and this_process().index == 0:
+        events = EventCommand(config.on_event, config.keep_best)
+        run.on_stall = events.stalled
+    sinks = [*sinks, *loggers, *([] if events is None else [events])]
     if not this_process().index and (warning := unused_cadences_warning(config, sinks)):
         run.notify(warning)
     _describe_to_sinks(run, sinks)
     on_snapshot = called.snapshot_written if callbacks else lambda *_: None
-    with _finishing(sinks):
+    with _telling_end(events) as tell_end, _finishing(sinks):
         with nullcontext() if run.folder is None else Recorder(run, run.folder, on_snapshot) as recorder:
             # ---- Compile the program
             # A profile needs the scopes of this program, not of an older one with the same instructions.
@@ -358,7 +364,27 @@ def train_run(
                 result = recorder.record(compiled, state, sinks)
         if callbacks:
             called.end(result)
+        tell_end(result)
     return result
+
+
+@contextmanager
+def _telling_end(events: EventCommand | None) -> Iterator[Callable[[TrainResult], None]]:
+    """Run the user's command after the block, with how the run ended."""
+    ended: list[TrainResult] = []
+    try:
+        yield ended.append
+    except BaseException as error:
+        if events is not None:
+            is_interrupted = isinstance(error, KeyboardInterrupt)
+            what = "interrupted" if is_interrupted else f"failed: {error_text(error)}"
+            events.end("stopped" if is_interrupted else "failed", what, is_interrupted=is_interrupted)
+        raise
+    if events is not None:
+        result, loss = ended[0], float(ended[0].losses[-1]) if len(ended[0].losses) else None
+        event = "done" if result.is_complete else "stopped"
+        how = event if result.is_complete else f"stopped by {result.stopped_by}"
+        events.end(event, f"{how} at step {result.steps_done}", loss=loss)
 
 
 def _describe_to_sinks(run: Run, sinks: Sequence[Sink]) -> None:

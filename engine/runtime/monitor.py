@@ -153,6 +153,7 @@ class RuntimeMonitor:
         write: writes a file of the run folder; None if there is no folder.
         stalls: the content of `stalls.txt` so far.
         say: called with one line; must not block.
+        on_stall: called with the first line of each report of a stall; must not block.
     """
 
     def __init__(
@@ -163,8 +164,9 @@ class RuntimeMonitor:
         write: Write | None = None,
         stalls: bytes = b"",
         say: Callable[[str], None] = lambda _: None,
+        on_stall: Callable[[str], None] = lambda _: None,
     ) -> None:
-        self._launch, self._write, self._say = launch, write, say
+        self._launch, self._write, self._say, self._on_stall = launch, write, say, on_stall
         self._watchdog = Watchdog(warn_s, launch, say=say, keep=self.keep_stall) if warn_s else None
         self._samples = RingSamples()
         self._stalls, self._has_stalls = stalls, False
@@ -191,6 +193,7 @@ class RuntimeMonitor:
 
     def keep_stall(self, text: str) -> None:
         """Append a report to `stalls.txt`; safe from any thread."""
+        self._on_stall(text.partition("\n")[0])
         with self._changed:
             reports = self._stalls + (_SEPARATOR + text + "\n").encode(errors="replace")
             if len(reports) > MOST_STALLS_BYTES:
