@@ -128,6 +128,8 @@ def test_onnx_computes_what_predict_does_for_any_number_of_images(weights, tmp_p
     written = export_model(weights, tmp_path / "a.onnx")
     content = (tmp_path / "a.onnx").read_bytes()
     assert written.num_bytes == len(content)
+    # The weights once, and little else.
+    assert len(content) < weights.stat().st_size + 20_000
     found, about = in_onnxruntime(content, pixels)
     np.testing.assert_allclose(found["probabilities"], predicted(weights, pixels), rtol=2e-5, atol=1e-6)
     alone, _ = in_onnxruntime(content, pixels[:1])

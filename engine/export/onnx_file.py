@@ -29,7 +29,7 @@ def onnx_file(exported: ExportedModel) -> bytes:
         raise ValueError('the format onnx needs the package onnx: python -m pip install "loopfeed[onnx]"')
     function, images = make_function(exported), any_batch(exported)
     names = list(jax.eval_shape(function, images))
-    traced = jax.jit(lambda images: tuple(function(images)[name] for name in names)).trace(images)
+    traced = jax.jit(lambda images: _in_order(function(images), names)).trace(images)
     flat = flatten_jaxpr(traced.jaxpr)
     model = _model(exported, flat, names)
     import onnx
@@ -42,6 +42,10 @@ def onnx_file(exported: ExportedModel) -> bytes:
     onnx.checker.check_model(model, full_check=True)
     content: bytes = model.SerializeToString(deterministic=True)
     return content
+
+
+def _in_order(outputs: dict[str, Any], names: list[str]) -> tuple[Any, ...]:
+    return tuple(outputs[name] for name in names)
 
 
 def _model(exported: ExportedModel, flat: FlatJaxpr, names: list[str]) -> Any:
