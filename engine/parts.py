@@ -22,7 +22,7 @@ from loopfeed.engine.settings import SettingError
 from loopfeed.engine.updates.checks import check_updates
 from loopfeed.engine.updates.schedules import Schedule
 from loopfeed.engine.updates.user_optimizer import UserOptimizer
-from loopfeed.preprocess.suggestions import did_you_mean
+from loopfeed.preprocess.suggestions import WEIGHTS_BY_NAME, did_you_mean, is_about_weights
 
 USER_SOURCES = "own_sources"
 """The key of the digests of the parts' source texts in the resolved part of `config.json`."""
@@ -51,7 +51,8 @@ def take_parts(arguments: PartArguments) -> "UserParts":
     known = PartArguments.__annotations__
     for name in arguments:
         if name not in known:
-            raise TypeError(f"unexpected keyword argument {name!r}{did_you_mean(name, known)}")
+            near = f": {WEIGHTS_BY_NAME}" if is_about_weights(name) else did_you_mean(name, known)
+            raise TypeError(f"unexpected keyword argument {name!r}{near}")
     return UserParts(**arguments)
 
 

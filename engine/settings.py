@@ -15,7 +15,7 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
-from loopfeed.preprocess.suggestions import describe_nearest, did_you_mean, nearest
+from loopfeed.preprocess.suggestions import WEIGHTS_BY_NAME, describe_nearest, did_you_mean, is_about_weights, nearest
 
 LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
 _KEY = "setting"
@@ -427,6 +427,9 @@ def suggest_setting(name: str, known: Iterable[Setting]) -> str:
 
 def unknown_setting(name: str, known: Mapping[str, Setting], what: str) -> UnknownSettingError:
     """Return the error for an unknown setting name; `what` is the class or file that was given the name."""
+    if is_about_weights(name):
+        remedy = f": {WEIGHTS_BY_NAME}"
+        return UnknownSettingError(name, "{what} has no setting {name!r}{remedy}", what=what, name=name, remedy=remedy)
     if near := suggest_setting(name, known.values()):
         return UnknownSettingError(name, "{what} has no setting {name!r}{near}", what=what, name=name, near=near)
     others = describe_nearest(name, known, "help(loopfeed.TrainConfig)")

@@ -15,6 +15,27 @@ from loopfeed.preprocess.printable import composed
 _FEW = 3
 _NUMBERS = re.compile("[0-9]+")
 
+WEIGHTS_BY_NAME = (
+    "Weights are taken by name from the Hugging Face hub, with the extra hub: run-train --init-from "
+    "hf-hub:timm/resnet18.a1_in1k --model resnet18 (in Python init_from=…), or from a file or a run in the same way."
+)
+"""The answer to whoever asks for pretrained weights as other programs have them."""
+_ABOUT_WEIGHTS = re.compile(
+    "(use_)?pre_?train(ed)?(_weights|_model|_path)?|(init|load|initial|pretrain)_?(weights|checkpoint)|checkpoint(_path)?"
+    "|finetune(_from)?|imagenet(1k|_1k)?(_v[12])?|default|from_pretrained",
+    re.IGNORECASE,
+)
+
+
+def is_about_weights(word: str) -> bool:
+    """Return whether an unknown option, setting or file, such as --pretrained, asks for pretrained weights.
+
+    Example:
+        >>> is_about_weights("--pretrained"), is_about_weights("IMAGENET1K_V2"), is_about_weights("--precision")
+        (True, True, False)
+    """
+    return _ABOUT_WEIGHTS.fullmatch(word.lstrip("-").replace("-", "_")) is not None
+
 
 def nearest(word: object, known: Iterable[str], *, similarity: float = 0.6) -> str | None:
     """Return the known word that is most similar to ``word``, ignoring case; None if none has the similarity."""

@@ -14,9 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from safetensors.numpy import save_file
 
 from loopfeed import TrainConfig, replay_run, train
+from loopfeed.engine.commands.cli import main as run_train
+from loopfeed.engine.commands.eval_cli import main as run_eval
+from loopfeed.engine.commands.predict_cli import main as predict_images
 from loopfeed.engine.records.initial_weights import load_initial_weights
 from loopfeed.engine.records.weights import name_tensors
 from loopfeed.engine.records.weights_metadata import describe_weights
@@ -340,3 +344,15 @@ def test_a_run_from_given_weights_is_begun_again_or_replayed_with_no_others(tmp_
     train(resumed, model=Linear(), batches=toy_batch)
     assert (path / "loss.jsonl").read_text().count("\n") == 4
     assert replay_run(path, from_step=0, model=Linear(), batches=toy_batch).is_same
+
+
+@pytest.mark.parametrize("command", [run_train, run_eval, predict_images])
+def test_whoever_asks_for_pretrained_weights_is_told_how_they_come_in(command, tmp_path, monkeypatch):
+    shown = CliRunner().invoke(command, ["--pretrained"])
+    assert (shown.exit_code, shown.output.count("run-train --init-from hf-hub:timm/resnet18.a1_in1k --model")) == (2, 1)
+    with pytest.raises(TypeError, match=r"no setting 'pretrained': Weights are taken by name .*init_from="):
+        TrainConfig(pretrained=True)  # type: ignore[call-arg]
+    monkeypatch.chdir(tmp_path)
+    for guess in ("imagenet", "IMAGENET1K_V2", "timm/resnet18.a1_in1k"):
+        with pytest.raises(ValueError, match=rf"{guess} does not exist: check the path\. Weights are taken by name"):
+            load_initial_weights(guess, "resnet8", *shapes_of("resnet8", 3))

@@ -150,7 +150,7 @@ def evaluate_weights(
         ValueError, KeyboardInterrupt, BaseException: as in `evaluate`.
     """
     file = os.fspath(path)
-    given = read_given_weights(file)
+    given = read_given_weights(file, storage_options_of(config))
     name = registry_name_of(file, given.stored, config)
     stored, changes, _ = rename_head(given, find_network(name).head)
     for change in changes:

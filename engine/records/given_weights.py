@@ -1,7 +1,8 @@
 """The weights that a user names: a file of any program, a repository of the hub, or a run of this project.
 
 Owns what such a text may be, how the two formats of files are told apart, and which names of other programs are
-understood. Whatever describes the weights becomes the metadata that a run's own weights have. Must not know models.
+understood. Whatever describes the weights becomes the metadata that a run's own weights have. Must not know more
+of models than their names.
 """
 
 import hashlib
@@ -21,11 +22,13 @@ from loopfeed.engine.records.timm_config import MOST_BYTES, is_config_of_timm, m
 from loopfeed.engine.records.torch_file import read_torch_file
 from loopfeed.engine.records.trained_run import read_run
 from loopfeed.engine.records.weights import StoredWeights, Tensors, check_is_stored, name_read_errors, read_weights
+from loopfeed.models.names import find_timm_model
 from loopfeed.preprocess.file_kinds import HEAD_BYTES, UNPACK, kind_of
 from loopfeed.preprocess.printable import printable
 from loopfeed.preprocess.regular_file import open_regular, read_regular
 from loopfeed.preprocess.shards.location import ShardError, open_location
 from loopfeed.preprocess.storage_options import is_url
+from loopfeed.preprocess.suggestions import WEIGHTS_BY_NAME, is_about_weights
 
 _SNAPSHOT = re.compile("(.+)@(best|[0-9]{1,18})")
 _DOWNLOAD_TIMEOUT_S = 600.0
@@ -103,6 +106,8 @@ def read_given_weights(
         with local_copy(place, storage_options, with_weights(snapshot)) as folder:
             return _read_run(text, folder, snapshot)
     path = Path(place)
+    if not os.path.lexists(path) and (is_about_weights(text) or find_timm_model(path.name) is not None):
+        raise ValueError(f"weights must be a file, but {text} does not exist: check the path. {WEIGHTS_BY_NAME}")
     if is_config_of_timm(path / CONFIG):
         path /= WEIGHTS
     if path.is_dir():

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from loopfeed.preprocess.suggestions import did_you_mean, nearest
+from loopfeed.preprocess.suggestions import WEIGHTS_BY_NAME, did_you_mean, is_about_weights, nearest
 
 if TYPE_CHECKING:
     # Choice is generic in the annotations of newer click versions, but not at run time in older ones.
@@ -81,9 +81,10 @@ class SuggestingCommand(click.Command):
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            near = self._nearest_option(ctx, error.option_name)
             # Without the argument `possibilities`, no version of click adds anything to the message.
-            suggestion = "" if near is None else f" Did you mean {near}?"
+            suggestion = f" {WEIGHTS_BY_NAME}" if is_about_weights(error.option_name) else ""
+            if not suggestion and (near := self._nearest_option(ctx, error.option_name)) is not None:
+                suggestion = f" Did you mean {near}?"
             raise click.NoSuchOption(
                 error.option_name, f"No such option: {error.option_name}{'.' * bool(suggestion)}{suggestion}", ctx=ctx
             ) from None
