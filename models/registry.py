@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from loopfeed.models.families import convnext, pooled_convnet, resnet, vision_transformer
+from loopfeed.models.families import convnext, efficientnet, pooled_convnet, resnet, vision_transformer
 from loopfeed.models.families.convnext import ConvNeXt
+from loopfeed.models.families.efficientnet import EfficientNet
 from loopfeed.models.families.pooled_convnet import PooledConvNet
 from loopfeed.models.families.resnet import ResNet
 from loopfeed.models.families.vision_transformer import (
@@ -25,11 +26,17 @@ from loopfeed.models.families.vision_transformer import (
 from loopfeed.models.model import BatchStats, Images, Logits, Model, Params
 from loopfeed.models.names import MODEL_NAMES, TIMM_NAMES
 
-type Network = ResNet | PooledConvNet | VisionTransformer | ConvNeXt
+type Network = ResNet | PooledConvNet | VisionTransformer | ConvNeXt | EfficientNet
 """The architecture of a network. Its `head` is the path of the classifier, `undecayed` as in `Model`."""
 
 _FAMILIES = MappingProxyType(
-    {ResNet: resnet, PooledConvNet: pooled_convnet, VisionTransformer: vision_transformer, ConvNeXt: convnext}
+    {
+        ResNet: resnet,
+        PooledConvNet: pooled_convnet,
+        VisionTransformer: vision_transformer,
+        ConvNeXt: convnext,
+        EfficientNet: efficientnet,
+    }
 )
 
 
@@ -94,6 +101,9 @@ def _imagenet_timm() -> dict[str, Network]:
         "convnext-tiny": ConvNeXt(depths=(3, 3, 9, 3), widths=(96, 192, 384, 768)),
         "vit-s16": VisionTransformer(width=384, depth=12, num_heads=6),
         "vit-b16": VisionTransformer(width=768, depth=12, num_heads=12),
+        "efficientnet_b0": efficientnet.efficientnet_b0(),
+        "tf_efficientnet_lite0": efficientnet.tf_efficientnet_lite0(),
+        "mobilenetv3_large_100": efficientnet.mobilenetv3_large_100(),
     }
 
 

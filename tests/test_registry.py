@@ -7,8 +7,8 @@ from loopfeed.models.names import TIMM_NAMES, find_timm_model
 from loopfeed.models.registry import build_model, count_params, model_names
 
 # With 1000 classes: what torchvision documents (vit_b_16 and convnext_tiny too), what XLA.jl's ResNet-50 has, what
-# PyTorch counts for timm's vit_small_patch16_224, and timm's resnet50d, which timm's tables (results/*.csv) round to
-# 25.58 million: below it is counted by hand.
+# PyTorch counts for timm's vit_small_patch16_224 and the three mobile networks, and timm's resnet50d, which timm's
+# tables (results/*.csv) round to 25.58 million: below it is counted by hand.
 PUBLISHED = {
     "resnet18": 11_689_512,
     "resnet34": 21_797_672,
@@ -20,6 +20,9 @@ PUBLISHED = {
     "convnext-tiny": 28_589_128,
     "vit-s16": 22_050_664,
     "vit-b16": 86_567_656,
+    "efficientnet_b0": 5_288_548,
+    "tf_efficientnet_lite0": 4_652_008,
+    "mobilenetv3_large_100": 5_483_032,
 }
 
 
@@ -67,7 +70,7 @@ def test_wrong_requests_are_refused():
         build_model("resnet9", num_classes=10, image_size=32)
     with pytest.raises(ValueError, match="at least 1, got 0 and 32"):
         build_model("resnet8", num_classes=0, image_size=32)
-    assert len(model_names()) == 19
+    assert len(model_names()) == 22
 
 
 def test_each_name_in_timm_leads_back_to_its_network():

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import types
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial, wraps
 from typing import Any, Union, get_args, get_origin
 
@@ -133,13 +134,18 @@ def model_of(net: Any) -> Any:
 def trace_networks() -> None:
     """Trace the gradients of a network of each family, with the kernels that this processor can use."""
     from loopfeed.models.families.convnext import ConvNeXt
+    from loopfeed.models.families.efficientnet import EfficientNet, Row
     from loopfeed.models.families.resnet import ResNet
     from loopfeed.models.families.vision_transformer import VisionTransformer
 
+    mobile = EfficientNet(stem=8, stages=((Row(1, 3, 1, 2, 8, True),),), activation="silu")
     for net in (
         ResNet(stages=(1, 1), width=4, block="bottleneck", stem="deep", stride_on="conv2", pooled_shortcut=True),
         VisionTransformer(width=8, depth=1, num_heads=2, patch=8, image_size=32),
         ConvNeXt(depths=(1, 1), widths=(8, 16)),
+        mobile,
+        replace(mobile, activation="relu6"),
+        replace(mobile, activation="hard_silu", squeezed="hidden", late_features=8),
     ):
         model = model_of(net)
 

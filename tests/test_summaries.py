@@ -6,8 +6,8 @@ from click.testing import CliRunner
 from loopfeed.engine.commands.cli import main
 from loopfeed.models.registry import model_names, summarise_models
 
-# Billions of multiply-accumulates: torchvision's `_ops` for its ResNets, convnext_tiny and vit_b_16, and
-# models/registry.py for the convnets.
+# Billions of multiply-accumulates: torchvision's `_ops` for its ResNets, convnext_tiny and vit_b_16, PyTorch
+# for timm's mobile networks (385,814,752, 385,187,552 and 216,589,760), and models/registry.py for the convnets.
 PUBLISHED = {
     "resnet18": 1.814,
     "resnet34": 3.664,
@@ -16,6 +16,9 @@ PUBLISHED = {
     "resnet152": 11.514,
     "convnext-tiny": 4.456,
     "vit-b16": 17.564,
+    "efficientnet_b0": 0.386,
+    "tf_efficientnet_lite0": 0.385,
+    "mobilenetv3_large_100": 0.217,
     "convnet8": 0.065,
     "convnet8-wide": 0.118,
 }

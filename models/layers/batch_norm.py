@@ -56,6 +56,15 @@ class NormGroups(NamedTuple):
         return summed
 
 
+class _Settings(NamedTuple):
+    """What a norm in training does beside its arrays: jax traces it for each value."""
+
+    relu: bool
+    groups: NormGroups
+    kernels: str
+    epsilon: float
+
+
 _GIVEN_IMAGES = NormGroups()
 # jax keeps what it has traced for each value separately.
 _groups = jax.make_user_context(_GIVEN_IMAGES)
@@ -75,6 +84,7 @@ def batch_norm(
     *,
     train: bool,
     relu: bool = False,
+    epsilon: float = EPSILON,
 ) -> tuple[Float[Array, "B H W C"], RunningStats]:
     """Normalise each channel over images, height and width (Ioffe and Szegedy, 2015), as PyTorch does.
 
@@ -85,6 +95,7 @@ def batch_norm(
         train: whether to normalise with the mean and the biased variance of the batch, or of the groups of images of
             `normalising_over`; the running statistics then follow the mean over the groups.
         relu: whether a ReLU follows. Its derivative is computed twice, which is worthwhile only because it is so cheap.
+        epsilon: added to the variance.
 
     Returns:
         The normalised images in the dtype of `x`, and the running statistics, which have no gradient.
@@ -99,10 +110,10 @@ def batch_norm(
     """
     if not train:
         centred = to_float32(x) - running.mean
-        normal = centred * (scale * lax.rsqrt(running.var + EPSILON)) + bias
+        normal = centred * (scale * lax.rsqrt(running.var + epsilon)) + bias
         return _activate(relu, normal.astype(x.dtype)), running
     groups: NormGroups = _groups.value
-    normalise = partial(_normalise, relu, groups, kernels_in_use())
+    normalise = partial(_normalise, _Settings(relu, groups, kernels_in_use(), epsilon))
     count = _count(x) * groups.num_devices
     if groups.images is None or groups.images == len(x):
         y, mean, var = normalise(x, scale, bias)
@@ -192,24 +203,25 @@ def _estimate_mean(wide: Float[Array, "B H W C"]) -> Float[Array, "C"]:
     return materialize(estimate) if count <= SAMPLED else estimate
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _normalise(
-    relu: bool, groups: NormGroups, kernels: str, x: jax.Array, scale: jax.Array, bias: jax.Array
+    settings: _Settings, x: jax.Array, scale: jax.Array, bias: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return `x` normalised (and rectified if `relu`), together with the batch's mean and biased variance in float32.
+    """Return `x` normalised (and rectified if `relu`), with the batch's mean and biased variance in float32.
 
     The backward pass is written by hand so that only `x` is kept; an automatic one keeps two more arrays of that size.
-    It is traced after the context of `kernels` has been left.
+    It is traced after the context of `settings.kernels` has been left.
     """
-    with using_kernels(kernels):
-        return _normalised(relu, groups, x, scale, bias)
+    with using_kernels(settings.kernels):
+        return _normalised(settings, x, scale, bias)
 
 
 def _normalised(
-    relu: bool, groups: NormGroups, x: jax.Array, scale: jax.Array, bias: jax.Array
+    settings: _Settings, x: jax.Array, scale: jax.Array, bias: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    mean, var = _mean_and_variance(groups, x)
-    normal = _affine(x, mean, scale * lax.rsqrt(var + EPSILON), bias)
+    relu = settings.relu
+    mean, var = _mean_and_variance(settings.groups, x)
+    normal = _affine(x, mean, scale * lax.rsqrt(var + settings.epsilon), bias)
     if not converts_by_bits(x.dtype):
         return _activate(relu, normal.astype(x.dtype)), mean, var
     y = round_by_bits(jnp.maximum(normal, 0) if relu else normal, x.dtype)
@@ -286,11 +298,11 @@ def _affine(x: jax.Array, mean: jax.Array, slope: jax.Array, bias: jax.Array) ->
 
 
 def _normalise_forward(
-    relu: bool, groups: NormGroups, kernels: str, x: jax.Array, scale: jax.Array, bias: jax.Array
+    settings: _Settings, x: jax.Array, scale: jax.Array, bias: jax.Array
 ) -> tuple[tuple[jax.Array, jax.Array, jax.Array], tuple[jax.Array, ...]]:
-    with using_kernels(kernels):
+    with using_kernels(settings.kernels):
         x = _stored_for_sums(x)
-    y, mean, var = _normalise(relu, groups, kernels, x, scale, bias)
+    y, mean, var = _normalise(settings, x, scale, bias)
     return (y, mean, var), (x, scale, bias, mean, var)
 
 
@@ -305,26 +317,24 @@ def _stored_for_sums(x: jax.Array) -> jax.Array:
 
 
 def _normalise_backward(
-    relu: bool,
-    groups: NormGroups,
-    kernels: str,
+    settings: _Settings,
     residuals: tuple[jax.Array, ...],
     gradients: tuple[jax.Array, jax.Array, jax.Array],
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    with using_kernels(kernels):
-        return _gradients(relu, groups, residuals, _stored_for_sums(gradients[0]))
+    with using_kernels(settings.kernels):
+        return _gradients(settings, residuals, _stored_for_sums(gradients[0]))
 
 
 def _gradients(
-    relu: bool, groups: NormGroups, residuals: tuple[jax.Array, ...], gradient: jax.Array
+    settings: _Settings, residuals: tuple[jax.Array, ...], gradient: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the gradients of `_normalise`.
 
     With x̂ normalised and g the gradient before the ReLU: σ·dx = scale·(g - mean g - x̂·mean(g·x̂)). Mean and variance
     have no gradients, because only the running statistics use them.
     """
-    x, scale, bias, mean, var = residuals
-    inverse = lax.rsqrt(var + EPSILON)
+    (x, scale, bias, mean, var), (relu, groups, *_) = residuals, settings
+    inverse = lax.rsqrt(var + settings.epsilon)
     slope, count = scale * inverse, _count(x) * groups.num_devices
 
     def before_relu(x: jax.Array, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
