@@ -22,6 +22,7 @@ TRACEBACK_VARIABLE = "LOOPFEED_TRACEBACK"
 """The environment variable that keeps tracebacks whole if it is "full"."""
 _HIDDEN_NOTE = f"(the frames of loopfeed and jax are left out; {TRACEBACK_VARIABLE}=full in the environment shows them)"
 _JAX_NOTE = "JAX_TRACEBACK_FILTERING"
+_PACKAGES = ("loopfeed",)
 _OURS = f"{Path(__file__).parents[1]}{os.sep}"
 _JAX = tuple(f"{os.sep}{name}{os.sep}" for name in ("jax", "jaxlib"))
 _INSTALLED = (
@@ -108,7 +109,8 @@ def _user_traceback(found: TracebackType | None) -> TracebackType | None:
     first = next((number for number, link in enumerate(links) if _file(link).startswith(_OURS)), 0)
     for link in links[first:]:
         name = _file(link)
-        is_ours = name.startswith(_OURS) or any(part in name for part in _JAX)
+        # What a dataclass writes for its class has no file, but the module of the class.
+        is_ours = name.startswith(_OURS) or any(part in name for part in _JAX) or _module(link) in _PACKAGES
         if not is_ours and (kept or not any(part in name for part in _INSTALLED)):
             kept.append(link)
     chain = None
@@ -125,6 +127,11 @@ def _links(found: TracebackType | None) -> Iterator[TracebackType]:
 
 def _file(link: TracebackType) -> str:
     return link.tb_frame.f_code.co_filename
+
+
+def _module(link: TracebackType) -> str:
+    """Return the first part of the name of the module in whose scope a frame runs."""
+    return str(link.tb_frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
