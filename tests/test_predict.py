@@ -344,3 +344,21 @@ def test_a_photograph_that_never_comes_ends_the_wait(place, monkeypatch):
     with pytest.raises(FeederError, match=r"was not read and decoded within 0\.1 s: check where it is stored"):
         predictor.predict(folder / "photos" / names[0])
     never.set()
+
+
+def test_the_weights_file_of_a_model_of_your_own_needs_the_model_and_no_run(tmp_path, monkeypatch):
+    train(toy_config(steps=2, run_dir=tmp_path / "own"), model=Linear(), batches=toy_batch)
+    shutil.copy(tmp_path / "own/model.safetensors", tmp_path / "own.safetensors")
+    pixels = np.arange(3 * 4 * 4 * 3, dtype=np.uint8).reshape(3, 4, 4, 3)
+    found = predict(tmp_path / "own.safetensors", pixels, model=Linear(), logits=True)
+    expected = predict(tmp_path / "own", pixels, model=Linear(), logits=True)
+    assert expected.logits is not None
+    np.testing.assert_array_equal(np.asarray(found.logits), expected.logits)
+    with pytest.raises(ValueError, match="weights of a model of your own, 'linear', which must be given too"):
+        predict(tmp_path / "own.safetensors", pixels)
+    (tmp_path / "photos").mkdir()
+    Image.fromarray(pixels[0]).save(tmp_path / "photos/a.png")
+    arguments = ["own.safetensors", "photos", "--model", "tests.toy:Linear", "--json", "--logits", "--size", 4]
+    code, out, err = invoke(predict_images, monkeypatch, tmp_path, *arguments)
+    assert code == 0, err
+    assert json.loads(out)["logits"] == pytest.approx(expected.logits[0].tolist(), rel=1e-5)

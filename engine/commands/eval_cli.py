@@ -174,13 +174,16 @@ def _evaluate(run: str | None, weights: str | None, options: dict[str, Any]) -> 
         return _evaluate_run(str(run), settings, names, options)
     if options["snapshot"] is not None:
         raise ValueError("--snapshot can be given only with RUN, got --weights instead: leave one of the two out")
-    if names:
-        raise ValueError(f"--{next(iter(names))} of your own can be given only with RUN, got --weights {weights}")
+    if other := next((name for name in names if name != "model"), None):
+        raise ValueError(f"--{other} of your own can be given only with RUN, got --weights {weights}")
     from loopfeed.engine.evaluation.run import evaluate_weights
+
+    parts = load_user_parts(names)
 
     return evaluate_weights(
         weights,
         TrainConfig(**settings, model=options["model"] or "auto"),
+        model=parts.model,
         mean=options["mean"],
         std=options["std"],
         per_class=options["per_class"],

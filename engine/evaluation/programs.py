@@ -147,13 +147,12 @@ def _open_file(
     notify: Callable[[str], None],
     storage_options: Mapping[str, str] | None,
 ) -> OpenedWeights:
-    for what, value in (("a model", model), ("a snapshot", snapshot)):
-        if value is not None:
-            raise ValueError(f"{what} can be given only with a run, got the file {name}: give the folder of the run")
+    if snapshot is not None:
+        raise ValueError(f"a snapshot can be given only with a run, got the file {name}: give the folder of the run")
     found = read_given_weights(name, storage_options)
     config = _settled(replace(TrainConfig(), **at_one_size(given)), given)
-    network = registry_name_of(name, found.stored, config)
-    stored, notes, _ = rename_head(found, find_network(network).head)
+    network = None if model is not None else registry_name_of(name, found.stored, config)
+    stored, notes, _ = found if network is None else rename_head(found, find_network(network).head)
     for note in notes:
         notify(f"weights: {note}")
     given_scale = {key for key, value in ((MEAN, mean), (STD, std)) if value is not None}
@@ -257,7 +256,9 @@ class Programs:
             return found
         path, stored, recorded, config = self._opened
         if recorded is None:
-            found = file_subject(path, stored, config, geometry, self._mean, self._std, self._notify, remedy)
+            found = file_subject(
+                path, stored, config, geometry, self._mean, self._std, self._notify, remedy, self._model
+            )
             unchecked = " (no digest: unchecked)" if stored.digest is None else ""
             self._notify(f"weights: {path}, {found.name}{unchecked}")
         else:

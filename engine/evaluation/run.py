@@ -45,7 +45,7 @@ from loopfeed.engine.records.given_weights import read_given_weights, rename_hea
 from loopfeed.engine.records.snapshot_weights import find_best
 from loopfeed.engine.records.stored.reading import local_copy, naming_in, with_weights
 from loopfeed.engine.records.trained_run import read_run
-from loopfeed.engine.records.weights_metadata import classes_of
+from loopfeed.engine.records.weights_metadata import classes_of, num_classes_in
 from loopfeed.engine.settings import SettingError
 from loopfeed.engine.stream.sinks import EvaluationRecord
 from loopfeed.models.registry import find_network
@@ -127,6 +127,7 @@ def evaluate_weights(
     path: str | os.PathLike[str],
     config: TrainConfig,
     *,
+    model: TrainModel | None = None,
     mean: Channels | None = None,
     std: Channels | None = None,
     per_class: bool = False,
@@ -137,10 +138,11 @@ def evaluate_weights(
 
     Args:
         path: the path of a safetensors file or a state dictionary saved by PyTorch, with torchvision's names and
-            layouts.
+            layouts; or whatever else the setting `init_from` takes.
         config: of its settings, model (a registry name; "auto" uses the name in the file), loss (cross-entropy uses the
             one that the file records), data, eval_split, batch, image_size, eval_mirror, precision, kernels and those
             of the infeed take effect.
+        model: your own model, if a run wrote the file for one.
         mean, std: of each channel on the scale 0 … 1; None uses those of the file or, without them, ImageNet's.
         per_class: also count each class separately.
         notify: called with one-line messages about the weights and the images.
@@ -151,17 +153,17 @@ def evaluate_weights(
     """
     file = os.fspath(path)
     given = read_given_weights(file, storage_options_of(config))
-    name = registry_name_of(file, given.stored, config)
-    stored, changes, _ = rename_head(given, find_network(name).head)
+    name = None if model is not None else registry_name_of(file, given.stored, config)
+    stored, changes, _ = given if name is None else rename_head(given, find_network(name).head)
     for change in changes:
         notify(f"weights: {change}")
     config = with_recorded_loss(config, stored.metadata, file)
     board = ControlBoard()
     with StopSignals(board, ignore_message), ExitStack() as stack:
-        num_classes = num_classes_of(name, stored.tensors)
+        num_classes = num_classes_in(stored.metadata) if name is None else num_classes_of(name, stored.tensors)
         trained_on = TrainedOn("unknown images", None, None, num_classes, classes_of(stored.metadata, file))
         data = open_evaluation_split(config, trained_on, stack, notify)
-        subject = file_subject(file, stored, config, data.source, mean, std, notify)
+        subject = file_subject(file, stored, config, data.source, mean, std, notify, model=model)
         notify(f"weights: {file}, {subject.name}" + (" (no digest: unchecked)" if stored.digest is None else ""))
         return _count(subject, data, board, NO_PARTS, per_class=per_class, predictions=predictions, notify=notify)
 

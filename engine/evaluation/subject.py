@@ -19,7 +19,7 @@ from loopfeed.engine.objective.losses import Loss
 from loopfeed.engine.objective.metrics import Metric, PerExample
 from loopfeed.engine.parts import UserParts
 from loopfeed.engine.program.kernels import replace_missing_kernels
-from loopfeed.engine.program.train_state import TrainModel, init_weights
+from loopfeed.engine.program.train_state import TrainModel, init_weights, name_of_model
 from loopfeed.engine.records.trained_run import TrainedRun, describe_later_steps
 from loopfeed.engine.records.weights import StoredWeights, place_tensors
 from loopfeed.engine.records.weights_metadata import (
@@ -30,6 +30,7 @@ from loopfeed.engine.records.weights_metadata import (
     channels_in,
     check_metadata,
     image_size_in,
+    num_classes_in,
     resize_rule_of,
     steps_in,
 )
@@ -165,14 +166,29 @@ def file_subject(
     std: Channels | None,
     notify: Callable[[str], None],
     remedy: str = PACK_AGAIN,
+    model: TrainModel | None = None,
 ) -> Subject:
     """Prepare the evaluation of the weights in a file; see `loopfeed.engine.evaluation.run.evaluate_weights`.
+
+    Args:
+        path: of the file.
+        stored: its weights.
+        config: the settings of the evaluation.
+        source: the source of the images.
+        mean, std: as for `evaluate_weights`.
+        notify: called with one-line messages.
+        remedy: what to do about images of another size.
+        model: a user-defined model, None for one of the registry.
 
     Raises:
         ValueError: if the weights do not fit the model, or a crop is larger than the images.
     """
-    name = registry_name_of(path, stored, config)
-    num_classes = num_classes_of(name, stored.tensors)
+    if model is None:
+        registry_name = name = registry_name_of(path, stored, config)
+        num_classes = num_classes_of(name, stored.tensors)
+    else:
+        registry_name, name = None, stored.metadata.get("model", name_of_model(model))
+        num_classes = num_classes_in(stored.metadata)
     config = replace(config, image_size=config.eval_image_size or config.image_size, eval_image_size=None)
     chosen = {MEAN: mean, STD: std, IMAGE_SIZE: config.image_size}
     given = {key for key, value in chosen.items() if value is not None}
@@ -180,8 +196,9 @@ def file_subject(
         SETTINGS[key].checked(chosen[key])
     check_metadata(stored.metadata, path, num_classes=num_classes, given=given)
     size = _crop_of_file(config, stored, source, notify, remedy)
-    model = _build(name, num_classes or 1, config, size, source)
-    weights = _place(stored, name, model, path, notify)
+    if model is None:
+        model = _build(name, num_classes or 1, config, size, source)
+    weights = _place(stored, registry_name, model, path, notify)
     mean, std = _scale_of_file(stored, mean, std, notify)
     return Subject(
         model, weights, replace(config, image_size=size), mean, std, num_classes, steps_in(stored.metadata), name
@@ -221,6 +238,11 @@ def with_recorded_loss(config: TrainConfig, metadata: Mapping[str, str], where: 
 
 def registry_name_of(path: str, stored: StoredWeights, config: TrainConfig) -> str:
     """Return the registry name of a file's model; raise ValueError if it is neither set nor recorded, or is unknown."""
+    if stored.is_of_user_model:
+        raise ValueError(
+            f"{path} has the weights of a model of your own, {stored.metadata.get('model')!r}, which must be given "
+            f"too: as model=… in Python, or with --model {NAME_FORM}"
+        )
     name = stored.metadata.get("model", "auto") if config.model == "auto" else config.model
     if name == "auto":
         raise ValueError(f"{path} does not record which model its weights belong to: give the model with --model NAME")

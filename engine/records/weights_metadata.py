@@ -136,6 +136,11 @@ def steps_in(metadata: Mapping[str, str]) -> int:
     return _count_in(metadata.get(STEPS_DONE, "0")) or 0
 
 
+def num_classes_in(metadata: Mapping[str, str]) -> int | None:
+    """Return the number of classes, K, None if the metadata lack it."""
+    return _count_in(metadata.get(_NUM_CLASSES, ""))
+
+
 def _is_scale(text: str, least: float) -> bool:
     channels = channels_in(text)
     return channels is not None and all(least <= each <= 1 for each in channels)
