@@ -21,6 +21,7 @@ from loopfeed.engine.records.digests import sealed
 from loopfeed.engine.records.folder_lock import LOCK_NAME, FolderLock
 from loopfeed.engine.records.run_search import find_runs
 from loopfeed.engine.records.run_summary import summarise_run
+from loopfeed.engine.stream.sinks import EvaluationRecord
 from tests.toy import Linear, toy_batch, toy_config
 
 NOW = 1_700_000_000.0
@@ -139,6 +140,33 @@ def test_no_content_of_a_file_stops_the_list(tmp_path_factory, content, name):
     found = summarise_run(run, NOW)
     json.dumps(found.to_json(), allow_nan=False)
     assert table_lines([found], ["run"], NOW, 80)
+
+
+def test_runs_that_differ_in_their_seed_alone_are_summarised_together(tmp_path):
+    for seed, top1 in enumerate((0.5, 0.6, 0.76)):
+        run = make_run(tmp_path / f"s{seed}", num_rows=3 + seed, result={"stopped_by": "steps"}, seed=seed)
+        lines = [EvaluationRecord(1, 9, 0.9, 1.0, 1.0, NOW), EvaluationRecord(2, 9, top1, 1.0, 1.0, NOW)]
+        (run / "eval.jsonl").write_text("".join(each.to_json() + "\n" for each in lines))
+        launches = [{"started": NOW, "ended": NOW + 30}, {"started": NOW + 90, "ended": NOW + 100 + 10 * seed}]
+        (run / "runtime.json").write_text(json.dumps({"launches": launches}))
+    make_run(tmp_path / "other", result={"stopped_by": "steps"}, seed=3, batch=7)
+    make_run(tmp_path / "unfinished", result={"stopped_by": "SIGTERM"}, seed=4)
+    make_run(tmp_path / "damaged", result={"stopped_by": "steps"}, seed=5)
+    (tmp_path / "damaged/loss.jsonl").write_text("?\n")
+    found = objects(tmp_path)
+    over = found["s0"]["over_seeds"]
+    assert over == found["s1"]["over_seeds"] == found["s2"]["over_seeds"]
+    assert [found[name]["over_seeds"] for name in ("other", "unfinished", "damaged")] == [None] * 3
+    assert over["num_runs"] == 3
+    # Of 0.5, 0.6 and 0.76: their mean is 0.62, and the root of (0.0144 + 0.0004 + 0.0196) / 2 is 0.131149.
+    assert over["last_top1"] == {"mean": pytest.approx(0.62), "std": pytest.approx(0.1311488)}
+    assert over["best_top1"] == {"mean": pytest.approx(0.9), "std": pytest.approx(0, abs=1e-12)}
+    assert over["duration_s"] == {"mean": pytest.approx(50), "std": pytest.approx(10)}
+    table = listed(tmp_path).stdout
+    assert "3 seeds (s0, s1, s2): best top-1 90.00 ± 0.00 %, last top-1 62.00 ± 13.11 %, loss 1.0444 ± 0.2694" in table
+    header, *rows = table.splitlines()
+    assert header.index("best top-1") < header.index("last top-1") < header.index("duration")
+    assert any("90.00 %     50.00 %" in row and " 40 s" in row for row in rows)
 
 
 # --- the search

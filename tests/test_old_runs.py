@@ -110,7 +110,7 @@ def test_an_old_run_is_resumed_from_an_earlier_snapshot_like_a_killed_run(place,
 
 
 def test_an_old_run_is_followed(place, invoke):
-    code, stdout, stderr = invoke(tail_cli, "run", "--once")
+    code, stdout, stderr = invoke(tail_cli, "run", "--once", "--log-every", "1")
     assert (code, stderr) == (0, "run ended after 12 steps: all steps done\n")
     steps = [line for line in stdout.splitlines() if line.startswith("step ")]
     assert len(steps) == 12

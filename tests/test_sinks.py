@@ -1,6 +1,7 @@
 """The sinks: golden lines, and the content of a file when the disk is full."""
 
 import errno
+import io
 import json
 import math
 import os
@@ -247,3 +248,42 @@ def test_closing_twice_closes_no_file_of_another(tmp_path):
         end()
         assert os.path.samestat(os.fstat(other), tmp_path.stat())
         os.close(other)
+
+
+def lines_at(times, **options):
+    """Return the steps that have a line, of losses that arrive at these seconds."""
+    stream = io.StringIO()
+    sink = PlainSink(stream, steps=len(times), **options)
+    for step, time_s in enumerate(times, 1):
+        sink.write(record(step, time=time_s))
+    sink.close()
+    return [int(line.split()[1].partition("/")[0]) for line in stream.getvalue().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("every", "times", "expected"),
+    [
+        (1, [0.0] * 4, [1, 2, 3, 4]),
+        (3, [0.0] * 8, [1, 3, 6, 8]),
+        (3, [0.0] * 6, [1, 3, 6]),
+        (100, [0.0] * 3, [1, 3]),
+        (None, [0.0, 1.0, 4.9, 5.0, 9.9, 10.1, 10.2], [1, 4, 6, 7]),
+        (None, [100.0, 101.0, 50.0, 51.0, 55.0], [1, 3, 5]),
+        (None, [7.0], [1]),
+    ],
+)
+def test_plain_lines_come_every_few_seconds_or_steps_with_the_first_and_the_last(every, times, expected):
+    assert lines_at(times, every=every) == expected
+
+
+@pytest.mark.parametrize(
+    ("width", "expected"),
+    [
+        (None, "evaluation at step 9: top-1 12.35 %  top-5 98.76 %  loss 2.0000  (50,000 images)"),
+        (79, "evaluation at step 9: top-1 12.35 %  top-5 98.76 %  loss 2.0000"),
+        (55, "evaluation at step 9: top-1 12.35 %  top-5 98.76 %"),
+        (10, "evaluation at step 9: top-1 12.35 %"),
+    ],
+)
+def test_the_line_of_an_evaluation_fits_a_width(width, expected):
+    assert evaluation_words(EvaluationRecord(9, 50_000, 0.12346, 0.98761, 2.0, 0.0), width) == expected

@@ -52,8 +52,9 @@ def end_run(run: Path, steps_done: int, stopped_by: str = "steps") -> None:
     (run / "result.json").write_text(json.dumps({"steps_done": steps_done, "stopped_by": stopped_by}))
 
 
-def tail(*arguments):
-    return CliRunner().invoke(main, [str(argument) for argument in arguments], catch_exceptions=False)
+def tail(*arguments, every=1):
+    options = ["--log-every", str(every)] * (every is not None)
+    return CliRunner().invoke(main, [*options, *map(str, arguments)], catch_exceptions=False)
 
 
 @pytest.fixture
@@ -113,6 +114,21 @@ def test_it_prints_what_the_run_printed(tmp_path_factory, numbers, evaluated):
     assert tail(run, "--once").stdout == printed.getvalue()
 
 
+@pytest.mark.parametrize(
+    ("options", "every", "expected"),
+    [
+        (["--once"], None, [1, 6, 11, 12]),
+        (["--once"], 4, [1, 4, 8, 12]),
+        (["--once", "--last", "3"], None, [10, 11, 12]),
+        ([], None, [1, 6, 11, 12]),
+    ],
+)
+def test_a_line_comes_every_five_seconds_unless_told_otherwise(tmp_path, options, every, expected):
+    run = write_run(tmp_path / "run", 12)
+    printed = tail(run, *options, every=every).stdout
+    assert first_words(printed) == [f"step {step}" for step in expected]
+
+
 def evaluate_at(run: Path, *steps: int) -> None:
     with (run / "eval.jsonl").open("a") as file:
         for step in steps:
@@ -126,7 +142,7 @@ def first_words(text: str) -> list[str]:
 def test_evaluations_come_as_they_are_written_and_never_before_their_step(tmp_path, start):
     run = write_run(tmp_path / "run", 1, ended=False)
     evaluate_at(run, 2)
-    process = start([*COMMAND, str(run), "--interval", "0.05"])
+    process = start([*COMMAND, str(run), "--log-every", "1", "--interval", "0.05"])
     assert process.stdout is not None
     assert process.stdout.readline().startswith("step 1/1000")
     add_steps(run, 2, 4)
@@ -177,7 +193,7 @@ def test_unreadable_lines_are_reported_beside_the_steps(tmp_path):
 
 def test_steps_come_as_they_are_written_and_a_new_log_is_announced(tmp_path, start):
     run = write_run(tmp_path / "run", 1, ended=False)
-    process = start([*COMMAND, str(run), "--interval", "0.05"])
+    process = start([*COMMAND, str(run), "--log-every", "1", "--interval", "0.05"])
     assert process.stdout is not None
     assert process.stdout.readline().startswith("step 1/1000")
     add_steps(run, 2, 3)
@@ -246,7 +262,7 @@ def test_a_run_that_compiles_is_waited_for_as_long_as_for_a_step(tmp_path, monke
 
 def test_a_closed_pipe_ends_it_quietly(tmp_path, start):
     run = write_run(tmp_path / "run", 3000, ended=False)
-    process = start([*COMMAND, str(run), "--interval", "0.05"])
+    process = start([*COMMAND, str(run), "--log-every", "1", "--interval", "0.05"])
     assert process.stdout is not None
     assert process.stderr is not None
     process.stdout.readline()

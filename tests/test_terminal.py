@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from loopfeed.engine.commands.terminal import ProgressSink, sparkline
-from loopfeed.engine.stream.sinks import LossRecord
+from loopfeed.engine.stream.sinks import EvaluationRecord, LossRecord, RunDescription
 
 ESCAPES = re.compile(r"\x1b\[[0-9?;]*[A-Za-z]")
 
@@ -18,13 +18,14 @@ def record(step, **changes):
     return LossRecord(step=step, **(values | changes))
 
 
-def make_sink(width=80, steps=1000, batch=128):
+def make_sink(width=80, steps=1000, batch=128, epoch_images=None):
     drawn = io.StringIO()
     # A fixed size and no colours, whatever terminal runs the tests.
     console = Console(
         file=drawn, force_terminal=True, color_system=None, width=width, legacy_windows=False, _environ={}
     )
-    return ProgressSink(console, steps=steps, image_at=lambda step: step * batch), drawn
+    sink = ProgressSink(console, steps=steps, image_at=lambda step: step * batch, epoch_images=epoch_images)
+    return sink, drawn
 
 
 def lines_of(drawn):
@@ -47,8 +48,49 @@ def test_the_last_line_names_how_the_run_ended():
     # The mean of the last 50 losses, and the rate over their 49 intervals of 10 ms.
     assert "loss 2.9980 " in last
     assert "█" in last
-    assert "▁  lr 0.05  12,800 img/s  wait 12.3 ms" in last
+    assert "▁  12,800 img/s  wait 12.3 ms  lr 0.05" in last
     assert "00:00" in last
+
+
+def evaluation(step, top1, loss=2.0, num_images=50_000):
+    return EvaluationRecord(step, num_images, top1, top1 and 0.9876 + 0 * top1, loss, 1e9)
+
+
+@pytest.mark.parametrize(
+    ("width", "expected"),
+    [
+        (60, ["loss 3.4740", "epoch 8.8/10.0"]),
+        (80, ["loss 3.4740", "epoch 8.8/10.0", "best 61.50 %", "12,800 img/s"]),
+        (120, ["loss 3.4740", "▁", "epoch 8.8/10.0", "best 61.50 %", "12,800 img/s", "wait 12.3 ms"]),
+    ],
+)
+def test_the_line_has_the_epoch_and_the_best_evaluation_as_far_as_there_is_room(width, expected):
+    sink, drawn = make_sink(width=width, epoch_images=128 * 100)
+    sink.open()
+    for step in range(1, 881):
+        sink.write(record(step))
+        if step in (400, 600, 800):
+            sink.write_evaluation(evaluation(step, {400: 0.5, 600: 0.615, 800: 0.58}[step]))
+    sink.write(record(881, loss=6.9 - 881 / 250))
+    line = sink.summary(width - (2 * 4 + 1 + (10 if width >= 100 else 5) + 8 + 3)).plain
+    sink.close()
+    lines = lines_of(drawn)
+    assert [part for part in expected if part not in line] == [], line
+    assert max(map(len, lines)) <= width
+    assert any(each.startswith("evaluation at step 600: top-1 61.50 %") for each in lines)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "best"), [(math.nan, math.nan, "best loss 1.5000"), (0.5, 0.25, "50.00 %")]
+)
+def test_the_best_of_a_resumed_run_counts_the_evaluations_before_it(tmp_path, first, second, best):
+    lines = [evaluation(10, first, 1.5), evaluation(20, 0.99 if best[0] == "5" else math.nan, 0.1)]
+    (tmp_path / "eval.jsonl").write_text("".join(each.to_json() + "\n" for each in lines))
+    sink, _ = make_sink()
+    sink.describe_run(RunDescription({}, {}, tmp_path, 15, None, print))
+    sink.write(record(16))
+    sink.write_evaluation(evaluation(30, second, 1.75))
+    assert best in sink.summary().plain
 
 
 def test_a_run_that_ends_early_leaves_its_line_and_the_cursor():

@@ -22,7 +22,7 @@ from loopfeed.engine.commands.option_sources import (
     merge_options,
 )
 from loopfeed.engine.commands.plan_options import check_plan_options, print_plan
-from loopfeed.engine.commands.run_display import LossDisplay, summarise
+from loopfeed.engine.commands.run_display import LossDisplay
 from loopfeed.engine.commands.setting_options import option_names
 from loopfeed.engine.commands.supervisor import keep_runtime_output, supervise, without_option
 from loopfeed.engine.commands.train_options import EPILOG, FIRST_OPTIONS, option_groups, train_options
@@ -70,7 +70,8 @@ def main(context: click.Context, /, *, recipe: str | None, dry_run: bool, traceb
         peers = _join(context.params)
         names = take_part_names(context.params, {name: each.default for name, each in SETTINGS.items()})
         loaded = None if recipe is None else load_recipe(recipe)
-        merged = _merge(context, loaded)
+        display = LossDisplay(context.params["log_every"], is_quiet=context.params["quiet"])
+        merged = _merge(context, loaded, display)
         if loaded is not None and not context.params["resume"]:
             name_setting = _naming_recipe(name_setting, loaded, merged)
         config = TrainConfig(**merged.settings)
@@ -81,12 +82,12 @@ def main(context: click.Context, /, *, recipe: str | None, dry_run: bool, traceb
         elif is_look(context.params):
             code = _DONE if look(config, parts, context.params) else _FAILED
         else:
-            with _open_run(config, parts, peers, None if context.params["resume"] else loaded) as (run, sinks):
+            with _open_run(config, parts, peers, None if context.params["resume"] else loaded, display) as (run, sinks):
                 from loopfeed.engine.run.train import train_run
 
                 result = train_run(run, sinks, merged.origins)
-            if sinks:
-                summarise(result, config.profile_format, runtime_report=config.runtime_report)
+            if this_process().index == 0:
+                display.summarise(result, config)
             code, is_saved = _DONE if result.is_complete else _STOPPED, result.snapshot_step == result.steps_done
         has_parted = peers is None or leave_processes(peers)
     except KeyboardInterrupt as interrupt:
@@ -122,7 +123,7 @@ def _naming_recipe(
     return name_setting
 
 
-def _merge(context: click.Context, recipe: LoadedRecipe | None) -> MergedOptions:
+def _merge(context: click.Context, recipe: LoadedRecipe | None, display: LossDisplay) -> MergedOptions:
     """Return the settings of the recipe or resumed run, overridden by the command line; also print the recipe."""
     if context.params["resume"]:
         return _resumed_options(context, recipe)
@@ -141,7 +142,7 @@ def _merge(context: click.Context, recipe: LoadedRecipe | None) -> MergedOptions
         if line is not None and this_process().index == 0:
             say_to_stderr(line)
     changed = ", ".join(merged.overrides)
-    click.echo(f"recipe {recipe.name}" + f": the command line overrides {changed}" * bool(changed))
+    display.notify(f"recipe {recipe.name}" + f": the command line overrides {changed}" * bool(changed))
     return merged
 
 
@@ -241,7 +242,7 @@ def _tell(peers: Peers | None, error: BaseException, message: str) -> None:
 
 @contextmanager
 def _open_run(
-    config: TrainConfig, parts: "UserParts", peers: Peers | None, recipe: LoadedRecipe | None
+    config: TrainConfig, parts: "UserParts", peers: Peers | None, recipe: LoadedRecipe | None, display: LossDisplay
 ) -> Iterator[tuple["Run", list["Sink"]]]:
     """Open the run, and yield it with the display of its losses; `recipe` is that of a new run."""
     with keeping_imports():
@@ -250,7 +251,7 @@ def _open_run(
 
     split_processor([config], has_user_source=parts.has_user_source)
     # Of several processes, the first alone has the run folder and the terminal; a resume reads the folder in all.
-    is_first, display = this_process().index == 0, LossDisplay()
+    is_first = this_process().index == 0
     with ExitStack() as stack:
         if is_first:
             config = replace(config, run_dir=stack.enter_context(run_dir_of(config.run_dir)))
@@ -262,7 +263,7 @@ def _open_run(
         if is_first and recipe is not None and parts.determine_nothing and this_process().count == 1:
             for note in expected_accuracy(recipe, config, run.data.contents_digest):
                 display.notify(note)
-        yield run, [display.make_sink(run.config)] if is_first else []
+        yield run, display.make_sinks(run.config, run.data.num_images) if is_first else []
 
 
 @contextmanager

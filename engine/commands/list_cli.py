@@ -48,9 +48,10 @@ States:
 def main(folder: str, as_json: bool, storage_option: tuple[str, ...]) -> None:
     """List the runs in the folder DIR ("runs" by default) and below, the one that changed last at the end.
 
-    Shows the state of each run, its step, last loss, best top-1 accuracy and speed, when it changed last, and the
-    settings in which the listed runs differ. The speed is the median of the last 64 steps. On a terminal, columns that
-    do not fit are left out.
+    Shows the state of each run, its step, last loss, best and last top-1 accuracy and speed, how long it has trained,
+    when it changed last, and the settings in which the listed runs differ. The speed is the median of 64 steps. On a
+    terminal, columns that do not fit are left out. Of runs that are done and differ in their seed alone, a line
+    below gives the mean and the sample standard deviation.
 
     DIR may be the URL of runs in an object store.
 
@@ -76,7 +77,7 @@ def main(folder: str, as_json: bool, storage_option: tuple[str, ...]) -> None:
         click.echo(printable_line(note), err=True)
     runs.sort(key=lambda run: run.changed_s or 0.0)
     if as_json:
-        write_data("".join(json.dumps(run.to_json(), allow_nan=False) + "\n" for run in runs))
+        write_data(_json(runs))
     elif runs:
         _print_table(runs, folder, now_s)
     if not runs:
@@ -93,12 +94,23 @@ def _local_runs(folder: Path, now_s: float, notes: list[str]) -> "list[RunSummar
     return [summarise_run(run, now_s) for run in find_runs(folder, notes.append)]
 
 
+def _json(runs: "list[RunSummary]") -> str:
+    from loopfeed.engine.commands.seed_groups import group_by_seed
+
+    over_seeds = {index: group.to_json() for group in group_by_seed(runs) for index in group.members}
+    lines = [run.to_json() | {"over_seeds": over_seeds.get(index)} for index, run in enumerate(runs)]
+    return "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
+
+
 def _print_table(runs: "list[RunSummary]", folder: str, now_s: float) -> None:
     from loopfeed.engine.commands.run_table import table_lines
+    from loopfeed.engine.commands.seed_groups import group_by_seed, group_line
 
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     names = [_name_in(run.run, folder) for run in runs]
     click.echo("\n".join(table_lines(runs, names, now_s, width)))
+    for group in group_by_seed(runs):
+        click.echo(group_line(group, names))
     for run, name in zip(runs, names, strict=True):
         if run.fault is not None:
             click.echo(printable_line(f"{name}: {run.fault}"), err=True)

@@ -29,28 +29,51 @@ _READER_S, _STOPPED_S = 30.0, 1.0
 
 
 class LossDisplay:
-    """The display of a run on stdout: a progress line on a terminal, plain lines if stdout is redirected."""
+    """The display of a run on stdout: a progress line on a terminal, plain lines if stdout is redirected.
 
-    def __init__(self) -> None:
+    Args:
+        log_every: steps between plain lines, on a terminal too; None is a progress line on a terminal, and a line every
+            few seconds elsewhere.
+        is_quiet: whether to show only warnings.
+    """
+
+    def __init__(self, log_every: int | None = None, *, is_quiet: bool = False) -> None:
+        self._log_every, self._is_quiet = log_every, is_quiet
         # One console for both, so that a notice appears above the progress line.
-        self._console = _terminal() if sys.stdout is not None and sys.stdout.isatty() else None
+        is_drawn = log_every is None and not is_quiet and sys.stdout is not None and sys.stdout.isatty()
+        self._console = _terminal() if is_drawn else None
 
     def notify(self, line: str) -> None:
         """Print a message without disturbing the display of the losses."""
+        if self._is_quiet and not line.startswith("warning"):
+            return
         if self._console is not None:
             say_on_terminal(self._console, line)
         else:
             click.echo(line)
 
-    def make_sink(self, config: TrainConfig) -> "Sink":
-        """Return the sink that displays the losses of a run with these settings."""
+    def make_sinks(self, config: TrainConfig, epoch_images: int | None) -> "list[Sink]":
+        """Return the sinks that display the losses of a run with these settings.
+
+        Args:
+            config: the settings.
+            epoch_images: images of an epoch, None if there are no epochs.
+        """
+        if self._is_quiet:
+            return []
         if self._console is None:
             from loopfeed.engine.stream.sinks import PlainSink
 
-            return PlainSink(sys.stdout or io.StringIO(), steps=config.steps)
+            return [PlainSink(sys.stdout or io.StringIO(), steps=config.steps, every=self._log_every)]
         from loopfeed.engine.commands.terminal import ProgressSink
 
-        return ProgressSink(self._console, steps=config.steps, image_at=config.step_ranges.image_at)
+        image_at = config.step_ranges.image_at
+        return [ProgressSink(self._console, steps=config.steps, image_at=image_at, epoch_images=epoch_images)]
+
+    def summarise(self, result: "TrainResult", config: TrainConfig) -> None:
+        """Print how a run with these settings ended."""
+        report = config.runtime_report
+        summarise(result, config.profile_format, runtime_report=report, is_quiet=self._is_quiet)
 
 
 def _terminal() -> "Console":
@@ -67,13 +90,20 @@ def _processes() -> str:
     return f" --spawn {count}" if SEES_ALL in os.environ else " (on each machine, with the same --coordinator options)"
 
 
-def summarise(result: "TrainResult", profile_format: ProfileFormat = "plain", *, runtime_report: bool = False) -> None:
+def summarise(
+    result: "TrainResult",
+    profile_format: ProfileFormat = "plain",
+    *,
+    runtime_report: bool = False,
+    is_quiet: bool = False,
+) -> None:
     """Print how a run ended, its final loss, its folder, what bound it, and how to resume it if it is incomplete.
 
     Args:
         result: the result of the run; its profile is printed if it has one.
         profile_format: the format of the profile.
         runtime_report: whether to print what the runtime did, too.
+        is_quiet: whether to print one line on how it ended, with its folder, and a second one only to resume it.
     """
     steps = quantity(result.steps_done, "step")
     if result.steps_done != len(result.losses):
@@ -98,8 +128,11 @@ def summarise(result: "TrainResult", profile_format: ProfileFormat = "plain", *,
     place, here = str(result.run_dir), Path.cwd()
     if isinstance(result.run_dir, Path) and result.run_dir.is_relative_to(here):
         place = os.fspath(result.run_dir.relative_to(here))
-    lines.append(f"run folder: {place}")
-    verdict = result.runtime.verdict
+    if is_quiet:
+        lines = [f"{lines[0]}; run folder: {place}"]
+    else:
+        lines.append(f"run folder: {place}")
+    verdict = None if is_quiet else result.runtime.verdict
     # Of a run of a few steps there is nothing to say, and the report has it, too.
     if verdict is not None and verdict.bound_by != "unknown" and not runtime_report:
         lines.append(f"verdict: {verdict.line}")

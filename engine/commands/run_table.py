@@ -20,7 +20,7 @@ _GAP = 2
 _LEAST_NAME_WIDTH = 16
 _LONGEST_SETTING = 24
 # Ranks of the columns of the most telling settings; the speed stands between the first and the second.
-_SETTING_RANKS, _SPEED_RANK, _AGE_RANK, _LEAST_RANK = (5, 7, 8), 6, 15, 20
+_SETTING_RANKS, _SPEED_RANK, _DURATION_RANK, _AGE_RANK, _LEAST_RANK = (5, 7, 8), 6, 14, 15, 20
 # Settings that most often tell why one run is better than another, and groups and settings that seldom do.
 _TELLING = ("learning_rate", "model", "optimizer", "schedule", "batch", "precision")
 _SELDOM_TELLING = (INFEED, OUTPUT, MONITORING, COMPILATION, DATA)
@@ -33,7 +33,7 @@ class _Column:
 
     title: str
     cells: list[str]
-    rank: int
+    rank: float
     is_number: bool = False
 
     @property
@@ -54,7 +54,11 @@ def differing_settings(runs: Sequence[RunSummary]) -> list[str]:
     recorded = [run for run in runs if run.settings]
     known = [name for name in SETTINGS if SETTINGS[name].owner is not Owner.LAUNCH]
     unknown = sorted({name for run in recorded for name in run.settings} - SETTINGS.keys())
-    return [name for name in [*known, *unknown] if len({_comparable(setting_of(each, name)) for each in recorded}) > 1]
+    return [
+        name
+        for name in [*known, *unknown]
+        if len({comparable_setting(setting_of(each, name)) for each in recorded}) > 1
+    ]
 
 
 def setting_of(run: RunSummary, name: str) -> Any:
@@ -76,7 +80,8 @@ def _importance(name: str) -> tuple[int, int]:
     return (2 if is_seldom else 1), 0
 
 
-def _comparable(value: Any) -> str:
+def comparable_setting(value: Any) -> str:
+    """Return a text that is the same for values that are the same setting."""
     # JSON makes lists of tuples, and may make integers of floats.
     if type(value) in (int, float):
         return f"{float(value)!r}"
@@ -110,7 +115,7 @@ def table_lines(runs: Sequence[RunSummary], names: Sequence[str], now_s: float, 
 def _columns(runs: Sequence[RunSummary], now_s: float) -> list[_Column]:
     """Return the columns beside the names, in the order in which they are shown."""
 
-    def column(title: str, rank: int, cell: Callable[[RunSummary], str], *, is_number: bool = True) -> _Column:
+    def column(title: str, rank: float, cell: Callable[[RunSummary], str], *, is_number: bool = True) -> _Column:
         return _Column(title, [cell(run) for run in runs], rank, is_number)
 
     differing = differing_settings(runs)
@@ -124,8 +129,12 @@ def _columns(runs: Sequence[RunSummary], now_s: float) -> list[_Column]:
         column("state", 1, lambda run: run.state, is_number=False),
         column("step", 2, _step_text),
         column("loss", 3, lambda run: "-" if run.loss is None else f"{run.loss:.4f}"),
-        column("top-1", 4, lambda run: "-" if run.best_top1 is None else f"{100 * run.best_top1:.2f} %"),
+        column("best top-1", 4, lambda run: _percent_text(run.best_top1)),
+        column("last top-1", 4.5, lambda run: _percent_text(run.last_top1)),
         column("images/s", _SPEED_RANK, lambda run: "-" if run.images_per_s is None else f"{run.images_per_s:,.0f}"),
+        column(
+            "duration", _DURATION_RANK, lambda run: "-" if run.duration_s is None else duration_text(run.duration_s)
+        ),
         column("changed", _AGE_RANK, lambda run: _age_text(run.changed_s, now_s)),
         *settings,
     ]
@@ -137,6 +146,14 @@ def _step_text(run: RunSummary) -> str:
     if run.step is None and run.steps is None:
         return "-"
     return f"{run.step or 0}" + ("" if run.steps is None else f"/{run.steps}")
+
+
+def _duration_text(duration_s: float | None) -> str:
+    return "-" if duration_s is None else duration_text(duration_s)
+
+
+def _percent_text(fraction: float | None) -> str:
+    return "-" if fraction is None else f"{100 * fraction:.2f} %"
 
 
 def _age_text(changed_s: float | None, now_s: float) -> str:

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from loopfeed.engine.records.loss_log import LossRows, RunEnd
-    from loopfeed.engine.stream.sinks import EvaluationRecord
+    from loopfeed.engine.stream.sinks import EvaluationRecord, LineChoice, LossRecord
 
 _MOST_RUNS = 26  # one letter each
 
@@ -67,6 +67,13 @@ def _above(low: float, high: float | None = None) -> click.FloatRange:
     help="Weight of the past in the smoothed loss; 0 turns smoothing off.",
 )  # fmt: skip
 @click.option("--last", type=click.IntRange(min=1), metavar="STEPS", help="Show only the last STEPS steps.")
+@click.option(
+    "--log-every",
+    type=click.IntRange(min=1),
+    metavar="STEPS",
+    show_default="every step with --last, else every 5 seconds",
+    help="Print a plain line every STEPS steps, without a chart.",
+)
 @click.option("--log-scale", is_flag=True, help="Use a logarithmic loss axis.")
 @click.option(
     "--width",
@@ -91,13 +98,14 @@ def main(
     interval: float,
     smoothing: float,
     last: int | None,
+    log_every: int | None,
     log_scale: bool,
     width: int | None,
     height: int | None,
     timeout_s: float,
     storage_option: tuple[str, ...],
 ) -> None:
-    """Show the loss of the run in folder RUN as a live chart or, if stdout is not a terminal, one plain line per step.
+    """Show the loss of the run in folder RUN as a live chart or, if stdout is not a terminal, in plain lines.
 
     Several runs are drawn over the same axes, each marked with its letter, above a line for each run with its name,
     step, smoothed loss and state; plain lines begin with the name of the run.
@@ -118,10 +126,11 @@ def main(
         with contextlib.ExitStack() as stack:
             _check_runs(runs)
             sources = [stack.enter_context(open_source(run, storage_option)) for run in runs]
-            is_drawn = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+            is_drawn = log_every is None and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
             console = partial(_open_console, width, height) if is_drawn else None
             show = partial(_new_picture, smoothing=smoothing, last=last, log_scale=log_scale)
-            _show(sources, console, show, last, once, interval, timeout_s)
+            every = 1 if log_every is None and last is not None else log_every
+            _show(sources, console, show, partial(LinePrinter, last, once, every), once, interval, timeout_s)
     except KeyboardInterrupt:
         raise SystemExit(130) from None
     except BrokenPipeError:
@@ -170,7 +179,7 @@ def _show(
     sources: Sequence[RunSource],
     open_console: "Callable[[], Console] | None",
     new_picture: Callable[[str], Picture],
-    last: int | None,
+    new_printer: "Callable[[str], LinePrinter]",
     once: bool,
     interval_s: float,
     timeout_s: float,
@@ -180,7 +189,7 @@ def _show(
     runs, names = [FollowedRun(source) for source in sources], distinct_names([source.name for source in sources])
     ticks = follow(runs, once, interval_s, timeout_s)
     if open_console is None:
-        printers = [LinePrinter(last, once, f"{name}: " if len(runs) > 1 else "") for name in names]
+        printers = [new_printer(f"{name}: " if len(runs) > 1 else "") for name in names]
         for number, tick in ticks:
             printers[number].print(tick)
     else:
@@ -206,11 +215,14 @@ class LinePrinter:
     Args:
         last: print only this many of the steps that there are at first; None prints all.
         once: whether nothing is read after the first pass over the log.
+        every: steps between lines, None for a line every few seconds.
         prefix: what each line begins with.
     """
 
-    def __init__(self, last: int | None, once: bool, prefix: str = "") -> None:
+    def __init__(self, last: int | None, once: bool, every: int | None = 1, prefix: str = "") -> None:
         self._last, self._once, self._prefix = last, once, prefix
+        self._every, self._choice = every, _line_choice(every)
+        self._left_out: LossRecord | None = None
         self._held: LossRows | None = None  # with `last`, the newest rows during the first pass over the log
         self._is_printing = last is None
         self._waiting: deque[EvaluationRecord] = deque()  # read already, although the step that they follow is not
@@ -224,7 +236,7 @@ class LinePrinter:
             self._tell("loss.jsonl was replaced; reading it from the start")
         if batch.restarted or len(tick.evaluations) < self._num_evaluations:
             self._waiting.clear()
-            self._num_evaluations = 0
+            self._num_evaluations, self._left_out, self._choice = 0, None, _line_choice(self._every)
         self._waiting.extend(tick.evaluations[self._num_evaluations :])
         self._num_evaluations = len(tick.evaluations)
         if batch.num_unreadable:
@@ -239,35 +251,45 @@ class LinePrinter:
             self._newest = int(rows.step[-1]) if len(rows) else self._newest
             is_last = tick.caught_up and (self._once or tick.end is not None)
             up_to_step = math.inf if is_last else self._newest
-            lines = plain_lines(rows, tick.facts.steps, self._waiting, up_to_step)
+            lines = self._lines(rows, tick.facts.steps, up_to_step, is_last=is_last)
             click.echo("".join(f"{self._prefix}{line}\n" for line in lines), nl=False)
         if tick.end is not None and tick.end != self._end:
             self._tell(end_text(tick.end))
         self._end = tick.end
 
+    def _lines(self, rows: "LossRows", steps: int | None, up_to_step: float, *, is_last: bool) -> Iterator[str]:
+        """Yield the lines that `run-train` prints for rows and for the evaluations that wait, in order of step.
+
+        Args:
+            rows: the next rows.
+            steps: the number of steps of the whole run, None if unknown.
+            up_to_step: yield evaluations up to this step; later ones stay.
+            is_last: whether nothing follows, so that the last step has a line.
+        """
+        from loopfeed.engine.stream.sinks import evaluation_words, loss_fields
+
+        waiting = self._waiting
+        for record in records_of(rows):
+            while waiting and waiting[0].step < record.step:
+                yield evaluation_words(waiting.popleft())
+            is_taken = self._choice.takes(record.step, record.time)
+            self._left_out = None if is_taken else record
+            if is_taken:
+                yield "  ".join(loss_fields(record, steps))
+        if is_last and self._left_out is not None:
+            yield "  ".join(loss_fields(self._left_out, steps))
+            self._left_out = None
+        while waiting and waiting[0].step <= up_to_step:
+            yield evaluation_words(waiting.popleft())
+
     def _tell(self, message: str) -> None:
         click.echo(f"{self._prefix}{message}", err=True)
 
 
-def plain_lines(
-    rows: "LossRows", steps: int | None, waiting: "deque[EvaluationRecord]", up_to_step: float
-) -> Iterator[str]:
-    """Yield the lines that `run-train` prints for these rows and evaluations, in order of step, without newlines.
+def _line_choice(every: int | None) -> "LineChoice":
+    from loopfeed.engine.stream.sinks import LineChoice
 
-    Args:
-        rows: the next rows.
-        steps: the number of steps of the whole run, None if unknown.
-        waiting: evaluations in order of step; those that are yielded are removed.
-        up_to_step: yield evaluations up to this step; later ones stay in `waiting`.
-    """
-    from loopfeed.engine.stream.sinks import evaluation_words, loss_fields
-
-    for record in records_of(rows):
-        while waiting and waiting[0].step < record.step:
-            yield evaluation_words(waiting.popleft())
-        yield "  ".join(loss_fields(record, steps))
-    while waiting and waiting[0].step <= up_to_step:
-        yield evaluation_words(waiting.popleft())
+    return LineChoice(every)
 
 
 def _draw_frames[T](

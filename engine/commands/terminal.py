@@ -6,7 +6,15 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from loopfeed.engine.stream.sinks import EvaluationProgress, EvaluationRecord, LossRecord, evaluation_words
+from loopfeed.engine.records.evaluation_log import EvaluationLog
+from loopfeed.engine.records.run_folder import EVALUATION_LOG
+from loopfeed.engine.stream.sinks import (
+    EvaluationProgress,
+    EvaluationRecord,
+    LossRecord,
+    RunDescription,
+    evaluation_words,
+)
 from loopfeed.preprocess.quantities import quantity
 
 if TYPE_CHECKING:
@@ -16,7 +24,8 @@ if TYPE_CHECKING:
 _BARS = "▁▂▃▄▅▆▇█"
 _NUM_BARS = 16
 _FEWEST_BARS = 4
-_BAR_WIDTH = 10
+# The bar of the steps is shorter on a terminal of less than so many columns.
+_BAR_WIDTH, _SHORT_BAR_WIDTH, _WIDE = 10, 5, 100
 # Width of the time left ("0:00:00" or longer), and the number of gaps between four columns.
 _TIME_WIDTH = 8
 _GAPS = 3
@@ -27,22 +36,26 @@ _MOST_MEANS = 512  # an even number, because they are merged in pairs
 
 
 class ProgressSink:
-    """A sink that shows a progress line with step, loss, learning rate, speed, infeed wait and time left.
+    """A sink that shows a progress line: step, loss, epoch, best evaluation, speed, learning rate, wait and time left.
 
     Args:
         console: where to draw.
         steps: the number of steps of the whole run.
         image_at: returns how many images come before a step.
+        epoch_images: images of an epoch, None if there are no epochs.
     """
 
     is_display = True
 
-    def __init__(self, console: "Console", *, steps: int, image_at: Callable[[int], int]) -> None:
+    def __init__(
+        self, console: "Console", *, steps: int, image_at: Callable[[int], int], epoch_images: int | None = None
+    ) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TimeRemainingColumn
         from rich.table import Column
 
         sink = self
-        taken = 2 * len(str(steps)) + 1 + _BAR_WIDTH + _TIME_WIDTH + _GAPS
+        bar_width = _BAR_WIDTH if console.width >= _WIDE else _SHORT_BAR_WIDTH
+        taken = 2 * len(str(steps)) + 1 + bar_width + _TIME_WIDTH + _GAPS
 
         class StreamColumn(ProgressColumn):
             """The column with loss and speeds; it is computed only at redraws, which can be 1,000 steps apart."""
@@ -50,19 +63,28 @@ class ProgressSink:
             def render(self, task: Task) -> "Text":  # noqa: ARG002 - the sink knows more than the task
                 return sink.summary(console.width - taken)
 
-        self._image_at = image_at
+        self._image_at, self._epoch_images = image_at, epoch_images
+        self._num_epochs = image_at(steps) / epoch_images if epoch_images else 0.0
+        self._best: EvaluationRecord | None = None
         self._evaluation: EvaluationProgress | None = None
         self._recent: deque[LossRecord] = deque(maxlen=_SMOOTHED_STEPS)
         self._history = LossHistory()
         self._progress = Progress(
             MofNCompleteColumn(),
-            BarColumn(bar_width=_BAR_WIDTH),
+            BarColumn(bar_width=bar_width),
             StreamColumn(Column(no_wrap=True, overflow="ellipsis")),
             TimeRemainingColumn(compact=True),
             console=console,
             refresh_per_second=_REDRAWN_PER_S,
         )
         self._task = self._progress.add_task("train", total=steps)
+
+    def describe_run(self, description: RunDescription) -> None:
+        """Begin with the best evaluation of the launches before."""
+        if description.run_dir is not None:
+            for record in EvaluationLog(description.run_dir / EVALUATION_LOG).read():
+                if record.step <= description.step:
+                    self._compare(record)
 
     def open(self) -> None:
         """Start drawing the progress line."""
@@ -86,7 +108,13 @@ class ProgressSink:
     def write_evaluation(self, record: EvaluationRecord) -> None:
         """Print the result of an evaluation above the progress line."""
         self._evaluation = None
-        self._progress.console.print(evaluation_words(record), markup=False, highlight=False, soft_wrap=True)
+        self._compare(record)
+        console = self._progress.console
+        console.print(evaluation_words(record, console.width), markup=False, highlight=False, soft_wrap=True)
+
+    def _compare(self, record: EvaluationRecord) -> None:
+        if self._best is None or _goodness(record) > _goodness(self._best):
+            self._best = record
 
     def close(self) -> None:
         """Draw the progress line for the last time and leave it on the screen."""
@@ -95,10 +123,10 @@ class ProgressSink:
         self._progress.stop()
 
     def summary(self, width: int = 10**6) -> "Text":
-        """Return the line's text: in training, loss, history, rates and infeed wait; in an evaluation, its progress.
+        """Return the line's text: in training, loss, history, epoch, best and speeds; in an evaluation, its progress.
 
         Args:
-            width: available columns; if too few, the history is shortened and left out first, the infeed wait last.
+            width: available columns; if too few, the history is shortened and left out first, the epoch last.
         """
         from rich.text import Text
 
@@ -115,15 +143,36 @@ class ProgressSink:
         wait_ms = math.fsum(record.wait_ms for record in recent) / len(recent)
         number = f"{loss:z.4f}"
         left = width - len("loss ") - len(number)
+        speeds = f"  {images_per_s:,.0f} img/s", f"  wait {wait_ms:.1f} ms", f"  lr {recent[-1].lr:z.3g}"
         facts: list[str] = []
-        for fact in (f"  wait {wait_ms:.1f} ms", f"  {images_per_s:,.0f} img/s", f"  lr {recent[-1].lr:z.3g}"):
+        for fact in filter(None, (self._epoch_text(recent[-1].step), self._best_text(), *speeds)):
             left -= len(fact)
             if left < 0:
+                left += len(fact)
                 break
-            facts.insert(0, fact)
+            facts.append(fact)
         num_bars = min(_NUM_BARS, left - 1)
         history = f" {sparkline(self._history.means, num_bars)}" if num_bars >= _FEWEST_BARS else ""
         return Text.assemble("loss ", (number, "bold"), history, *facts)
+
+    def _epoch_text(self, step: int) -> str:
+        if not self._epoch_images:
+            return ""
+        decimals = 1 if self._num_epochs < 100 else 0
+        return f"  epoch {self._image_at(step) / self._epoch_images:.{decimals}f}/{self._num_epochs:.{decimals}f}"
+
+    def _best_text(self) -> str:
+        if self._best is None:
+            return ""
+        if math.isnan(self._best.top1):
+            return "" if math.isnan(self._best.loss) else f"  best loss {self._best.loss:.4f}"
+        return f"  best {100 * self._best.top1:.2f} %"
+
+
+def _goodness(record: EvaluationRecord) -> tuple[float, float]:
+    """Return a key that is larger for a better evaluation: by top-1, else by the loss."""
+    top1, loss = (-math.inf if math.isnan(each) else each for each in (record.top1, -record.loss))
+    return top1, loss if math.isnan(record.top1) else 0.0
 
 
 class LossHistory:

@@ -24,6 +24,8 @@ COMMAND_OPTIONS = (
     *_PROCESSES,
     *PLAN_OPTIONS,
     *LOOK_OPTIONS,
+    "log_every",
+    "quiet",
     "traceback",
     "list_models",
 )
@@ -65,7 +67,7 @@ FIRST_OPTIONS = (
         "precision",
     ),
     *("optimizer", "learning_rate", "schedule", "weight_decay", "flip", "crop", "eval_every_steps"),
-    *("snapshot_every_steps", "devices", "profile", "dry_run", "list_recipes", "list_models"),
+    *("snapshot_every_steps", "devices", "quiet", "profile", "dry_run", "list_recipes", "list_models"),
 )
 """The parameters whose options `run-train --help` shows; `--help-all` shows all."""
 
@@ -78,7 +80,7 @@ def option_groups() -> dict[str, tuple[str, ...]]:
     groups[SETTINGS["model"].group].append("list_models")
     groups[OWN_GROUP] = list(_ONLY_OWN)
     groups["Several processes"] = list(_PROCESSES)
-    groups[OUTPUT].append("traceback")
+    groups[OUTPUT] += ["log_every", "quiet", "traceback"]
     groups[COMPILATION] += PLAN_OPTIONS
     groups[MONITORING] += LOOK_OPTIONS
     return {title: tuple(names) for title, names in groups.items()}
@@ -116,6 +118,14 @@ _RECIPE = click.option(
     help=f"Recipe to start from: {', '.join(recipe_names())}; your own TOML file; or the config.json of a run.",
 )
 _OF_THE_COMMAND = (
+    click.option(
+        "--log-every",
+        type=click.IntRange(min=1),
+        metavar="STEPS",
+        show_default="a progress line on a terminal, else a line every 5 seconds",
+        help="Print a line every STEPS steps, and for the first and the last.",
+    ),
+    click.option("--quiet", "-q", is_flag=True, help="Print nothing but warnings, errors and how the run ended."),
     click.option(
         "--list-recipes",
         is_flag=True,

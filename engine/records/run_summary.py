@@ -45,6 +45,7 @@ class RunSummary:
         best_top1: the best top-1 accuracy of all evaluations, a fraction.
         best_step: the step of that evaluation.
         evaluation: the newest evaluation.
+        duration_s: seconds that its launches have lasted together, compilation included.
         changed_s: when a file of the run last changed, in seconds since the Unix epoch.
         result: the content of `result.json`, empty while the run continues.
         runtime: what `runtime.json` says of the whole run: the `goodput`, and the `verdict` of the newest launch.
@@ -62,9 +63,15 @@ class RunSummary:
     best_top1: float | None = None
     best_step: int | None = None
     evaluation: EvaluationRecord | None = None
+    duration_s: float | None = None
     changed_s: float | None = None
     result: dict[str, Any] = field(default_factory=dict)
     runtime: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def last_top1(self) -> float | None:
+        """The top-1 accuracy of the newest evaluation, a fraction."""
+        return None if self.evaluation is None or math.isnan(self.evaluation.top1) else self.evaluation.top1
 
     def to_json(self) -> dict[str, Any]:
         """Return everything as JSON values."""
@@ -118,6 +125,7 @@ def _summarise(folder: Path, now_s: float, name: str, changed_s: float | None) -
         state = "damaged" if is_ours else "foreign"
     settings, resolved = (_object(recorded.get(key)) for key in ("config", "resolved"))
     best = max((each for each in evaluations if not math.isnan(each.top1)), key=lambda each: each.top1, default=None)
+    runtime = _read_object(folder / RUNTIME)
     steps, speeds = settings.get("steps"), sorted(each for each in rows.images_per_s.tolist() if math.isfinite(each))
     return RunSummary(
         run=name,
@@ -132,9 +140,10 @@ def _summarise(folder: Path, now_s: float, name: str, changed_s: float | None) -
         best_top1=None if best is None else best.top1,
         best_step=None if best is None else best.step,
         evaluation=evaluations[-1] if evaluations else None,
+        duration_s=_duration_s(runtime),
         changed_s=changed_s,
         result={} if end is None else _read_object(folder / RESULT),
-        runtime=_read_runtime(folder),
+        runtime=_runtime_in_short(runtime),
     )
 
 
@@ -163,11 +172,24 @@ def _read_config(folder: Path) -> tuple[dict[str, Any], str | None]:
     return recorded, None
 
 
-def _read_runtime(folder: Path) -> dict[str, Any]:
-    recorded = _read_object(folder / RUNTIME)
-    launches = recorded.get("launches")
-    newest = _object(launches[-1]) if isinstance(launches, list) and launches else {}
+def _runtime_in_short(recorded: dict[str, Any]) -> dict[str, Any]:
+    newest = launches[-1] if (launches := _launches(recorded)) else {}
     return {"goodput": recorded.get("goodput"), "verdict": newest.get("verdict")} if recorded else {}
+
+
+def _launches(runtime: dict[str, Any]) -> list[dict[str, Any]]:
+    launches = runtime.get("launches")
+    return list(map(_object, launches)) if isinstance(launches, list) else []
+
+
+def _duration_s(runtime: dict[str, Any]) -> float | None:
+    """Return how long the launches have lasted; a launch that trains is written every few seconds."""
+    lasted = []
+    for launch in _launches(runtime):
+        started, ended = launch.get("started"), launch.get("ended")
+        if isinstance(started, int | float) and isinstance(ended, int | float) and ended >= started:
+            lasted.append(float(ended - started))
+    return math.fsum(lasted) if lasted else None
 
 
 def _read_object(path: Path) -> dict[str, Any]:

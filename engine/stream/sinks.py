@@ -228,20 +228,59 @@ class RunDescription:
         return {name: value for name, value in {**self.settings, **known}.items() if value is not None}
 
 
+class LineChoice:
+    """Which steps have a line of their own in plain output: the first, then one every so often, and the last.
+
+    Args:
+        every: steps between lines, which stand at its multiples; None shows one every `LINE_EVERY_S` seconds.
+    """
+
+    def __init__(self, every: int | None = None) -> None:
+        self._every = every
+        self._shown_s = -math.inf
+
+    def takes(self, step: int, time_s: float) -> bool:
+        """Return whether the next step has a line; `time_s` is when its loss arrived, in seconds since the epoch."""
+        if self._every is not None:
+            is_first, self._shown_s = self._shown_s == -math.inf, time_s
+            return is_first or step % self._every == 0
+        # A clock that was set back must not silence the lines.
+        if self._shown_s <= time_s < self._shown_s + LINE_EVERY_S:
+            return False
+        self._shown_s = time_s
+        return True
+
+
+LINE_EVERY_S = 5.0
+"""Seconds between the lines of plain output."""
+
+
 class PlainSink:
-    """A sink that prints one plain line per step and flushes it at once, for pipes and logs."""
+    """A sink that prints plain lines and flushes each at once, for pipes and logs.
+
+    Args:
+        stream: where to print.
+        steps: the number of steps of the whole run.
+        every: steps between lines; None prints one every few seconds. The first and the last step always have one.
+    """
 
     is_display = True
 
-    def __init__(self, stream: TextIO, *, steps: int) -> None:
+    def __init__(self, stream: TextIO, *, steps: int, every: int | None = 1) -> None:
         self._stream, self._steps = stream, steps
+        self._choice = LineChoice(every)
+        self._left_out: LossRecord | None = None
 
     def open(self) -> None:
         """Do nothing, because the stream is already open."""
 
     def write(self, record: LossRecord) -> None:
-        """Print one line for a loss."""
-        self._print("  ".join(loss_fields(record, self._steps)))
+        """Print one line for a loss, if it is time for one."""
+        if self._choice.takes(record.step, record.time):
+            self._left_out = None
+            self._print("  ".join(loss_fields(record, self._steps)))
+        else:
+            self._left_out = record
 
     def write_evaluation(self, record: EvaluationRecord) -> None:
         """Print one line for an evaluation."""
@@ -253,7 +292,9 @@ class PlainSink:
         self._stream.flush()
 
     def close(self) -> None:
-        """Do nothing, because the stream belongs to the caller."""
+        """Print the last step, if it has no line yet; the stream belongs to the caller."""
+        if self._left_out is not None:
+            self._print("  ".join(loss_fields(self._left_out, self._steps)))
 
 
 def loss_fields(record: LossRecord, steps: int | None) -> list[str]:
@@ -285,12 +326,22 @@ def loss_number(loss: float) -> str:
     return f"{loss:z.4f}" if loss == 0 or 1e-3 <= abs(loss) < 1e5 else f"{loss:.4g}"
 
 
-def evaluation_words(record: EvaluationRecord) -> str:
-    """Return a human-readable line with the step and the results of an evaluation."""
+def evaluation_words(record: EvaluationRecord, width: int | None = None) -> str:
+    """Return a human-readable line with the step and the results of an evaluation.
+
+    Args:
+        record: the evaluation.
+        width: leave out the number of images, and then the last results, if the line has more characters; None is no
+            limit.
+    """
     ranks = {"top-1": record.top1, "top-5": record.top5}
     fields = [f"{name} {100 * rank:.2f} %" for name, rank in ranks.items() if not math.isnan(rank)]
     fields += [f"loss {record.loss:z.4f}", *metric_fields(record.metrics)]
-    return f"evaluation at step {record.step}: {'  '.join(fields)}  ({quantity(record.num_images, 'image')})"
+    fields.append(f"({quantity(record.num_images, 'image')})")
+    beginning = f"evaluation at step {record.step}: "
+    while width is not None and len(fields) > 1 and len(beginning + "  ".join(fields)) > width:
+        fields.pop()
+    return beginning + "  ".join(fields)
 
 
 def metric_fields(metrics: Mapping[str, Any]) -> list[str]:

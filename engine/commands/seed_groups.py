@@ -1,0 +1,88 @@
+"""Runs that differ in their seed alone: the mean and the standard deviation of what they reached.
+
+Must not know: files, terminals.
+"""
+
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from loopfeed.engine.commands.run_table import comparable_setting, setting_of
+from loopfeed.engine.config import SETTINGS
+from loopfeed.engine.records.run_summary import RunSummary
+from loopfeed.engine.settings import Owner
+
+_SEED = "seed"
+
+
+class Spread(NamedTuple):
+    """The mean of numbers, and their sample standard deviation, with n - 1 in the denominator."""
+
+    mean: float
+    std: float
+
+
+class SeedGroup(NamedTuple):
+    """Runs that are done and differ in their seed alone.
+
+    Attributes:
+        members: their indices among all runs.
+        seeds: their seeds.
+        spreads: by name, of the numbers that all of them have: best_top1, last_top1, loss, duration_s.
+    """
+
+    members: tuple[int, ...]
+    seeds: tuple[Any, ...]
+    spreads: dict[str, Spread]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the group as JSON values."""
+        return {"num_runs": len(self.members)} | {name: spread._asdict() for name, spread in self.spreads.items()}
+
+
+_NUMBERS: dict[str, Callable[[RunSummary], float | None]] = {
+    "best_top1": lambda run: run.best_top1,
+    "last_top1": lambda run: run.last_top1,
+    "loss": lambda run: run.loss,
+    "duration_s": lambda run: run.duration_s,
+}
+
+
+def group_by_seed(runs: Sequence[RunSummary]) -> list[SeedGroup]:
+    """Return the groups of at least two runs with different seeds, in the order of their first runs."""
+    names = [name for name, each in SETTINGS.items() if each.owner is not Owner.LAUNCH and name != _SEED]
+    unknown = sorted({name for run in runs for name in run.settings} - SETTINGS.keys())
+    found: dict[tuple[Any, ...], list[int]] = {}
+    for index, run in enumerate(runs):
+        if run.state == "done" and run.settings:
+            key = tuple(comparable_setting(setting_of(run, name)) for name in [*names, *unknown])
+            found.setdefault((*key, str(run.resolved.get("user_parts"))), []).append(index)
+    groups = []
+    for members in found.values():
+        seeds = tuple(setting_of(runs[index], _SEED) for index in members)
+        if len(set(map(comparable_setting, seeds))) == len(seeds) > 1:
+            spreads = _spreads([runs[index] for index in members])
+            groups += [SeedGroup(tuple(members), seeds, spreads)] if spreads else []
+    return groups
+
+
+def _spreads(runs: Sequence[RunSummary]) -> dict[str, Spread]:
+    found = {}
+    for name, number_of in _NUMBERS.items():
+        numbers = [number for run in runs if (number := number_of(run)) is not None]
+        if len(numbers) == len(runs):
+            found[name] = Spread(statistics.fmean(numbers), statistics.stdev(numbers))
+    return found
+
+
+def group_line(group: SeedGroup, names: Sequence[str]) -> str:
+    """Return a line such as `3 seeds (a, b, c): best top-1 73.60 ± 0.96 %, last top-1 …, loss 0.9121 ± 0.0042`."""
+    spreads = group.spreads
+    parts = [
+        f"{title} {100 * spreads[name].mean:.2f} ± {100 * spreads[name].std:.2f} %"
+        for name, title in (("best_top1", "best top-1"), ("last_top1", "last top-1"))
+        if name in spreads
+    ]
+    if "loss" in spreads:
+        parts.append(f"loss {spreads['loss'].mean:.4f} ± {spreads['loss'].std:.4f}")
+    return f"{len(group.members)} seeds ({', '.join(names[index] for index in group.members)}): {', '.join(parts)}"
