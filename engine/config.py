@@ -130,6 +130,7 @@ class TrainConfig:
     steps: int = setting(
         1000, TRAINING, _RUNTIME, _GROWS, "Number of updates.", between=_COUNT, unit="N",
         details="0 only compiles and initialises.",
+        also_called=("iterations", "max_iter"),
     )
     epochs: float | None = setting(
         None, TRAINING, _HOST, _CHANGES, "Passes over the training split, instead of {steps}.", between=_COUNT,
@@ -139,12 +140,14 @@ class TrainConfig:
     batch: int = setting(
         128, TRAINING, _PROGRAM, _KEPT, "Images per step.", between=(1, 2**20), unit="IMAGES",
         details="In total, over all devices.", by_stage=True,
+        also_called=("bs",),
     )
     devices: str | None = setting(
         None, TRAINING, _PROGRAM, _CHANGES,
         "Number of devices to train on together; cpu:N makes N devices of the processor.", unit="N|cpu:N",
         default_text="all of this machine, or as the resumed run",
         details="Each device computes on its own rows of every batch, and {batch} is divided among them.",
+        also_called=("gpus", "num_gpus", "accelerator"),
     )
     batch_norm_group: int | None = setting(
         None, TRAINING, _PROGRAM, _KEPT, "Images that a batch norm averages over.", between=(1, 2**20), unit="IMAGES",
@@ -162,6 +165,7 @@ class TrainConfig:
         default_text=f"an epoch, or as many epochs as give {MOST_EVALUATIONS} evaluations",
         details="There is always an evaluation at the end, and only that by default if there is no {run_dir}, or if "
         "the training images are endless, such as user-defined batches.",
+        also_called=("val_interval", "val_every", "check_val_every_n_epoch"),
     )
     eval_every_epochs: float | None = _in_epochs("evaluations", "eval_every_steps", TRAINING)
     eval_mirror: bool = setting(
@@ -179,6 +183,7 @@ class TrainConfig:
         "Stop after N evaluations in a row that are not better than the best before, by {stop_metric}.",
         between=(1, 2**31 - 2), unit="N", default_text="never",
         details="An evaluation whose number is equal, NaN or infinite is not better.",
+        also_called=("early_stopping",),
     )
     stop_metric: str | None = setting(
         None, TRAINING, _PROGRAM, _KEPT, "What {stop_patience} compares.", unit="METRIC",
@@ -198,15 +203,19 @@ class TrainConfig:
         "auto", TRAINING, _PROGRAM, _KEPT,
         f"Network to train: {', '.join(MODEL_NAMES)}; auto is resnet50 for images of at least 128 px, else resnet8.",
         unit="NAME", completion="model",
+        also_called=("arch", "architecture", "network"),
     )
     init_from: str | None = setting(
-        None, TRAINING, _HOST, _DATA_KEPT, "Weights to start from (safetensors, or a PyTorch state dict).",
+        None, TRAINING, _HOST, _DATA_KEPT,
+        "Weights to start from: a safetensors file, a PyTorch state dict, a run, or hf-hub:timm/NAME.",
         unit="FILE|URL", default_text="drawn from the seed", completion="file",
+        also_called=("weights",),
     )
     precision: PrecisionName = setting(
         "float32", TRAINING, _PROGRAM, _KEPT,
         "Precision of activations, convolutions and matrix products; weights and loss stay float32.",
         details="Parameters, optimiser state and batch statistics are always float32.",
+        also_called=("amp", "mixed_precision", "dtype"),
     )
     kernels: KernelsName = setting(
         "auto", TRAINING, _PROGRAM, _KEPT,
@@ -217,11 +226,13 @@ class TrainConfig:
     seed: int = setting(
         0, TRAINING, _RUNTIME, _KEPT, "Seed of the initial weights, the image order and the augmentation.",
         between=(0, 2**63 - 1), unit="N",
+        also_called=("random_state",),
     )
     loss: LossName = setting(
         "cross-entropy", TRAINING, _PROGRAM, _KEPT,
         "Loss to minimise: cross-entropy (one class per image, or a target distribution), binary-cross-entropy "
         "(several labels per image), or mean-squared-error (numbers).",
+        also_called=("criterion",),
     )
     label_smoothing: float = setting(
         0.0, TRAINING, _RUNTIME, _CHANGES, "Fraction of each label that is spread evenly over all classes.",
@@ -242,6 +253,7 @@ class TrainConfig:
         "Decay of a moving average of the weights; if set, the average is evaluated and saved instead of the weights.",
         between=(0, 1), default_text="no average",
         details="The average follows faster at first: after t updates its decay is at most (1 + t) / (10 + t).",
+        also_called=("ema", "model_ema"),
     )
     skip_nonfinite: int = setting(
         0, TRAINING, _RUNTIME, _CHANGES,
@@ -266,11 +278,13 @@ class TrainConfig:
         default_text="$LOOPFEED_DATA, else data/shards, else the demo set",
         details="A data set in an object store is given by its TensorStore URL. A resumed run checks that the data "
         "have not changed.",
+        also_called=("dataset", "train_dir", "root"),
     )
     split: str = setting("train", DATA, _HOST, _KEPT, "Split to train on.", unit="NAME")
     eval_split: str | None = setting(
         None, DATA, _HOST, _KEPT, "Split to evaluate on; off disables evaluation.", unit="NAME|off",
         default_text="val, else test, else off",
+        also_called=("validation",),
     )
     fold: str | None = setting(
         None, DATA, _HOST, _KEPT,
@@ -296,6 +310,7 @@ class TrainConfig:
         None, DATA, _PROGRAM, _KEPT, "Height and width of the network's input; at most the size of the packed images.",
         between=(1, 2**14), unit="PX", default_text=f"from the data; {SYNTHETIC_IMAGE_SIZE} with {{synthetic}}",
         by_stage=True,
+        also_called=("size", "input_size"),
     )
     eval_image_size: int | None = setting(
         None, DATA, _PROGRAM, _KEPT,
@@ -324,17 +339,20 @@ class TrainConfig:
     optimizer: OptimizerName = setting(
         "sgd", OPTIMISER, _PROGRAM, _KEPT, "Optimisation algorithm, which computes updates from gradients.",
         details="sgd, nesterov and adam follow the definitions of PyTorch, lion and muon those of optax.",
+        also_called=("opt",),
     )
     learning_rate: float | None = setting(
         None, OPTIMISER, _RUNTIME, _CHANGES,
         "Peak learning rate of the schedule. The default suits sgd; the adaptive optimizers need a lower rate.",
         between=_RATE,
         unit="RATE", option=("--learning-rate", "--lr"), default_text="0.1 · images per update / 256", by_stage=True,
+        also_called=("max_lr",),
     )
     schedule: ScheduleName = setting(
         "constant", OPTIMISER, _PROGRAM, _KEPT,
         "Learning-rate schedule; step divides the rate by ten after 1/3, 2/3 and 8/9 of the steps.",
         details="one-cycle is fastai's; the others fall to {final_fraction} of the peak.",
+        also_called=("sched", "scheduler", "lr_scheduler"),
     )
     final_fraction: float | None = setting(
         None, OPTIMISER, _RUNTIME, _CHANGES,
@@ -389,7 +407,8 @@ class TrainConfig:
         between=(0, 1), details="Lion's paper uses 0.99; muon uses AdamW for biases and norms.",
     )
     weight_decay: float = setting(
-        1e-4, OPTIMISER, _RUNTIME, _CHANGES, "Weight decay of the kernels.", between=_RATE, unit="RATE"
+        1e-4, OPTIMISER, _RUNTIME, _CHANGES, "Weight decay of the kernels.", between=_RATE, unit="RATE",
+        also_called=("wd",),
     )
     decay_all: bool = setting(
         False, OPTIMISER, _PROGRAM, _KEPT, "Also apply weight decay to normalisation parameters and biases."
@@ -398,6 +417,7 @@ class TrainConfig:
         None, OPTIMISER, _RUNTIME, _CHANGES,
         "Largest global norm of the gradient; larger gradients are scaled down to it.",
         between=(1e-30, LARGEST_FLOAT32), unit="NORM", default_text="no limit",
+        also_called=("clip_grad", "gradient_clip_val", "max_grad_norm"),
     )
     clip_order: str = setting(
         "2", OPTIMISER, _PROGRAM, _KEPT, "Order of the norm that {clip_norm} limits: a number of at least 1, or inf.",
@@ -433,6 +453,7 @@ class TrainConfig:
         1, OPTIMISER, _RUNTIME, _KEPT, "Number of batches whose gradients are accumulated into one update.",
         between=(1, 2**20), unit="BATCHES",
         details="The value 1 compiles a different program from all larger values.",
+        also_called=("grad_accum_steps", "gradient_accumulation", "accumulate_grad_batches"),
     )
 
     crop: CropName = setting(
@@ -455,9 +476,11 @@ class TrainConfig:
     flip: float = setting(
         0.0, AUGMENTATION, _PROGRAM, _KEPT, "Probability of flipping an image horizontally.", between=(0, 1),
         by_stage=True,
+        also_called=("hflip",),
     )
     brightness: float = setting(
         0.0, AUGMENTATION, _PROGRAM, _KEPT, "Largest relative change in brightness.", between=(0, 1), by_stage=True,
+        also_called=("color_jitter", "colour_jitter"),
     )
     contrast: float = setting(
         0.0, AUGMENTATION, _PROGRAM, _KEPT, "Largest relative change in contrast.", between=(0, 1), by_stage=True,
@@ -484,12 +507,14 @@ class TrainConfig:
     erasing: float = setting(
         0.0, AUGMENTATION, _PROGRAM, _KEPT, "Probability of blanking a rectangle of an image.", between=(0, 1),
         by_stage=True,
+        also_called=("reprob",),
     )
     auto_augment: AutoAugmentName = setting(
         "off", AUGMENTATION, _PROGRAM, _KEPT,
         "Random operations on shape, colour and contrast: randaugment ({auto_augment_ops} operations of equal "
         "strength), trivialaugment (one operation of random strength), or off.",
         details="The operations and ranges of torchvision's RandAugment and TrivialAugmentWide.", by_stage=True,
+        also_called=("aa", "rand_augment"),
     )
     auto_augment_ops: int = setting(
         2, AUGMENTATION, _PROGRAM, _KEPT, "Number of operations that randaugment applies to each image.",
@@ -525,6 +550,7 @@ class TrainConfig:
     reader_threads: int = setting(
         2, INFEED, _HOST, _CHANGES, "Number of threads that read shards.", between=(1, 1024), unit="N",
         details="A user-defined batch source is called from one thread, in order.",
+        also_called=("workers", "num_workers"),
     )
     infeed_timeout_s: float = setting(
         60.0, INFEED, _HOST, _CHANGES, "Fail if a batch does not arrive within this time.", between=(0.001, 86_400),
@@ -540,27 +566,32 @@ class TrainConfig:
         None, OUTPUT, _HOST, _OF_LAUNCH, "Folder or URL (s3://, gs://) for settings, losses, snapshots and weights.",
         unit="DIR", default_text="runs/<date>-<time>", completion="folder",
         details="In Python, None writes nothing to disk.",
+        also_called=("output", "output_dir", "out", "log_dir", "default_root_dir"),
     )
     resume: bool = setting(
         False, OUTPUT, _HOST, _OF_LAUNCH, "Continue the run in {run_dir} from its newest snapshot, bit for bit.",
         option=("--resume",),
+        also_called=("continue",),
     )
     snapshot_every_steps: int | None = setting(
         None, OUTPUT, _RUNTIME, _CHANGES, "Steps between snapshots; 0 takes a single snapshot at the end.",
         between=_COUNT, unit="STEPS", option=("--snapshot-every",), default_text="ten minutes",
         details="By default a snapshot is taken ten minutes after the one before, or later: snapshots take at most a "
         "twentieth of the time. With {keep_best} there is also one at each evaluation that is the best so far.",
+        also_called=("checkpoint_every", "save_every", "save_freq"),
     )
     snapshot_every_epochs: float | None = _in_epochs("snapshots", "snapshot_every_steps", OUTPUT)
     keep_snapshots: int = setting(
         3, OUTPUT, _HOST, _CHANGES, "Number of newest snapshots to keep; 0 keeps all.", between=_COUNT, unit="N",
         option=("--keep",),
+        also_called=("save_top_k", "save_total_limit"),
     )
     keep_best: str | None = setting(
         None, OUTPUT, _HOST, _CHANGES, "Also keep the snapshot with the best evaluation.", unit="METRIC",
         default_text="off",
         details="The metric is top1, top5, loss, or a metric of your own as NAME:max or NAME:min. With "
         "{snapshot_every_steps}, only the snapshots at the steps of evaluations are compared ({eval_every_steps}).",
+        also_called=("save_best", "save_best_only"),
     )
     overwrite: bool = setting(
         False, OUTPUT, _HOST, _OF_LAUNCH, "Replace the earlier run in {run_dir}.", option=("--overwrite",)

@@ -86,6 +86,7 @@ class Declaration:
         joined_by: what joins the values of an option that may be repeated; None for an option that is given once.
         parsed_by: a class whose `of` checks and converts a value, if the type has no check of its own.
         by_stage: whether each stage of a run may have a value of its own.
+        also_called: what other trainers call it, so that their users are led here.
     """
 
     group: str
@@ -103,6 +104,7 @@ class Declaration:
     joined_by: str | None = None
     parsed_by: type[Any] | None = None
     by_stage: bool = False
+    also_called: tuple[str, ...] = ()
 
 
 def setting[T](
@@ -416,11 +418,11 @@ def attributes_section(settings: Mapping[str, Setting]) -> str:
 
 
 def suggest_setting(name: str, known: Iterable[Setting]) -> str:
-    """Return ": did you mean …?" with the setting whose name or option is closest to `name`; "" if none is close."""
+    """Return ": did you mean …?" with the setting that is called nearly `name`, here or elsewhere; "" if none is."""
     spellings: dict[str, str] = {}
     for each in known:
         options = (option.partition("/")[0].lstrip("-").replace("-", "_") for option in each.options)
-        spellings |= dict.fromkeys((*options, each.name), each.name)
+        spellings |= dict.fromkeys((*each.also_called, *options, each.name), each.name)
     near = nearest(name, spellings)
     return "" if near is None else f": did you mean {spellings[near]}?"
 

@@ -12,7 +12,11 @@ from collections.abc import Iterable
 
 from loopfeed.preprocess.printable import composed
 
-_FEW = 3
+# How many words may be tried: the first in difflib's order need not be near.
+_MOST_TRIED = 20
+# One letter of so many may differ in a misspelling; in a short word, one.
+_LETTERS_FOR_A_SLIP = 4
+_SEPARATORS = re.compile("[-_ ]+")
 _NUMBERS = re.compile("[0-9]+")
 
 WEIGHTS_BY_NAME = (
@@ -38,14 +42,16 @@ def is_about_weights(word: str) -> bool:
 
 
 def nearest(word: object, known: Iterable[str], *, similarity: float = 0.6) -> str | None:
-    """Return the known word that is most similar to ``word``, ignoring case; None if none has the similarity."""
-    by_folded = {_folded(each): each for each in known}
-    near = difflib.get_close_matches(_folded(str(word)), by_folded, n=1, cutoff=similarity)
-    return by_folded[near[0]] if near else None
+    """Return the known word that is most similar to ``word``, ignoring case; None if none is near.
+
+    Near are misspellings, in which one letter of four may differ, and words that contain all of the other.
+    """
+    near = _near(word, known, similarity)
+    return near[0] if near else None
 
 
 def describe_nearest(word: object, known: Iterable[str], where: str) -> str:
-    """Return ``: did you mean …?``, or the few most similar words and where all are listed, if none is similar.
+    """Return ``: did you mean …?``, or where all words are listed, if none is near.
 
     Args:
         word: the unknown word.
@@ -53,8 +59,7 @@ def describe_nearest(word: object, known: Iterable[str], where: str) -> str:
         where: what lists them all, such as "run-train --help".
     """
     names = list(known)
-    few = difflib.get_close_matches(str(word).lower(), names, n=_FEW, cutoff=0.0)
-    return did_you_mean(word, names) or f": {where} lists all {len(names)}, of which the nearest are {', '.join(few)}"
+    return did_you_mean(word, names) or f": none of the {len(names)} is near to it; {where} lists them"
 
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:
@@ -88,6 +93,38 @@ def is_same_text(word: str, other: str) -> bool:
 
 def _form(text: str) -> str:
     return next((form for form in ("NFC", "NFD") if unicodedata.is_normalized(form, text)), "mixed")
+
+
+def _near(word: object, known: Iterable[str], similarity: float) -> list[str]:
+    """Return the known words that are near to a word, the most similar first."""
+    by_folded = {_folded(each): each for each in known}
+    given = _folded(str(word))
+    found = difflib.get_close_matches(given, by_folded, n=_MOST_TRIED, cutoff=similarity)
+    return [by_folded[each] for each in found if _is_near(given, each)]
+
+
+def _is_near(one: str, other: str) -> bool:
+    parts = [set(filter(None, _SEPARATORS.split(each))) for each in (one, other)]
+    if parts[0] <= parts[1] or parts[1] <= parts[0]:
+        return True
+    plain = [_SEPARATORS.sub("", each) for each in (one, other)]
+    short, long = sorted(plain, key=len)
+    if len(short) >= _LETTERS_FOR_A_SLIP and (long.startswith(short) or long.endswith(short)):
+        return True
+    return _slips(*plain) <= max(1, (max(map(len, plain)) + 2) // _LETTERS_FOR_A_SLIP)
+
+
+def _slips(one: str, other: str) -> int:
+    """Return the number of letters to insert, remove, replace or swap with the next (Damerau, restricted)."""
+    before, last = [0] * (len(other) + 1), list(range(len(other) + 1))
+    for i, letter in enumerate(one, start=1):
+        row = [i]
+        for j, wanted in enumerate(other, start=1):
+            row.append(min(last[j] + 1, row[-1] + 1, last[j - 1] + (letter != wanted)))
+            if i > 1 and j > 1 and letter == other[j - 2] and one[i - 2] == wanted:
+                row[-1] = min(row[-1], before[j - 2] + 1)
+        before, last = last, row
+    return last[-1]
 
 
 def _folded(word: str) -> str:

@@ -6,7 +6,6 @@ import itertools
 import json
 import math
 import pickle
-import re
 from copy import copy
 from dataclasses import fields, replace
 from pathlib import Path, PurePosixPath
@@ -204,10 +203,10 @@ def test_a_run_is_written_to_a_path_or_to_a_store_that_can_be_written():
 def test_an_unknown_key_is_an_error():
     with pytest.raises(ConfigError, match=r"^TrainConfig has no setting 'batchsize': did you mean batch\?$"):
         TrainConfig.from_json({"batch": 8, "batchsize": 8})
-    with pytest.raises(ConfigError, match=r"^TrainConfig has no setting 'horoscope': help\(loopfeed") as it:
+    with pytest.raises(
+        ConfigError, match=r"^TrainConfig has no setting 'horoscope': none of the \d+ is near to it; help"
+    ):
         TrainConfig(horoscope=3)  # type: ignore[call-arg]
-    # Three of about ninety: a list of all of them hid the one that was given.
-    assert re.search(r"TrainConfig\) lists all \d+, of which the nearest are \w+, \w+, \w+$", str(it.value))
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,9 @@
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import ImageChops
+from PIL import ImageChops, ImageFont
 
-from loopfeed.preprocess.commands.contact_sheet import Geometry, choose_images, draw_contact_sheet
+from loopfeed.preprocess.commands.contact_sheet import Geometry, _in_font, choose_images, draw_contact_sheet
 from loopfeed.preprocess.shards.classes import ImageClass
 from loopfeed.preprocess.shards.reader import open_split
 from tests.fake_source import FakeSource, pack
@@ -46,3 +46,19 @@ def test_thumbnails_are_in_their_cells(tmp_path):
     below = (measures.gap + measures.thumbnail, measures.header + pitch + measures.caption + measures.thumbnail)
     gap = sheet.crop((*below, below[0] + measures.gap, below[1] + measures.caption))
     assert gap.getextrema() == ((255, 255),) * 3
+
+
+def test_a_picture_is_written_only_in_characters_that_its_font_has():
+    font = ImageFont.load_default(size=12)
+    given = {
+        "32 × 32 px": "32 x 32 px",
+        "Küche, Löffel – Straße": "Kuche, Loffel - Strasse",
+        "Ku\u0308che": "Kuche",
+        "step 3 → 4 …": "step 3 -> 4 …",
+        "20 °C ± 1": "20 °C ± 1",
+        "猫, 狗": "?, ?",
+    }
+    assert {text: _in_font(text, font) for text in given} == given
+    missing = bytes(font.getmask("\uffff"))
+    assert all(bytes(font.getmask(each)) != missing for text in given.values() for each in text)
+    assert bytes(font.getmask("×")) == missing  # else a plain x is no longer needed

@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from loopfeed.engine.commands.cli import main as run_train
+from loopfeed.engine.config import SETTINGS, TrainConfig
 from loopfeed.models.names import MODEL_NAMES
 from loopfeed.models.registry import find_network, model_names, networks
 from loopfeed.preprocess.commands.suggesting import SuggestingCommand
@@ -37,13 +38,54 @@ def test_the_nearest_word_is_found_whatever_its_case():
     assert did_you_mean(3, ["sgd"]) == ""
 
 
+@pytest.mark.parametrize(
+    ("given", "known", "near"),
+    [
+        ("stesp", "steps", True),
+        ("max_epochs", "epochs", True),
+        ("patience", "stop_patience", True),
+        ("weightdecay", "weight_decay", True),
+        ("batchsize", "batch", True),
+        ("resnet19", "resnet18", True),
+        ("groupz", "groups", True),
+        ("gpus", "groups", False),
+        ("quiet", "hue", False),
+        ("pretrained", "erasing", False),
+        ("log_every", "eval_every_steps", False),
+        ("n0153", "n9153", True),
+    ],
+)
+def test_a_word_is_suggested_only_for_a_slip_or_for_a_part_of_it(given, known, near):
+    assert (nearest(given, [known]) is not None) is near
+
+
+def test_names_of_other_trainers_lead_to_the_setting_and_say_what_it_takes():
+    result = CliRunner().invoke(run_train, ["--weights"])
+    assert result.stderr.endswith(
+        "No such option: --weights. Did you mean --init-from? Weights to start from: a safetensors file, a PyTorch "
+        "state dict, a run, or hf-hub:timm/NAME.\n"
+    )
+    for given, setting in {
+        "gpus": "devices",
+        "early_stopping": "stop_patience",
+        "num_workers": "reader_threads",
+    }.items():
+        with pytest.raises(TypeError, match=rf"has no setting '{given}': did you mean {setting}\?$"):
+            TrainConfig.from_json({given: 3})
+    with pytest.raises(TypeError, match=rf"'frobnicate': none of the {len(SETTINGS)} is near to it; help\(loopfeed"):
+        TrainConfig.from_json({"frobnicate": 3})
+    spellings = [each for setting in SETTINGS.values() for each in setting.also_called]
+    assert len(spellings) == len(set(spellings))
+    assert not set(spellings) & set(SETTINGS)
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_suggests_the_nearest_of_its_options(name):
     command = command_of(name)
     assert isinstance(command, SuggestingCommand)
     for param in command.params:
         if isinstance(param, click.Option):
-            for option in param.opts:
+            for option in (each for each in param.opts if each.startswith("--")):
                 result = CliRunner().invoke(command, [misspelt(option)])
                 assert result.exit_code == 2
                 assert f"No such option: {misspelt(option)}. Did you mean --" in result.stderr

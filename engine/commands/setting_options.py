@@ -16,7 +16,7 @@ from loopfeed.engine.settings import Setting, SettingError
 from loopfeed.engine.stages import Stages
 from loopfeed.models.names import MODEL_NAMES
 from loopfeed.preprocess.commands.completion import Complete, complete_file, complete_folder, complete_word
-from loopfeed.preprocess.commands.suggesting import SuggestingChoice, ascii_only
+from loopfeed.preprocess.commands.suggesting import NamedElsewhere, SuggestingChoice, ascii_only
 
 type Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -67,7 +67,10 @@ def setting_option(name: str) -> Decorator:
         values |= {"multiple": True, "callback": _joining(setting.joined_by)}
     if setting.default_text is not None:
         values["show_default"] = setting.render_default(option_spelling)
-    return click.option(*setting.options, name, help=setting.render_help(option_spelling), **values)
+    return click.option(
+        *setting.options, name, cls=NamedElsewhere, also_called=setting.also_called,
+        help=setting.render_help(option_spelling), **values,
+    )  # fmt: skip
 
 
 def overriding_option(

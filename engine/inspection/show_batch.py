@@ -201,7 +201,7 @@ class ShownBatch:
             captions,
             [divmod(index, columns) for index in range(count)],
             title=self.title,
-            facts=f"{self.facts.replace('×', 'x')}, as the model receives them",
+            facts=f"{self.facts}, as the model receives them",
             num_columns=columns,
             geometry=geometry,
         )

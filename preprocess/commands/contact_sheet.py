@@ -5,6 +5,7 @@ Owns the choice of images and the layout. The choice depends only on the split.
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -27,6 +28,23 @@ _MAX_CELLS = 100
 _MIN_CELLS = 60
 # Images are chosen by the first labels only, up to this many: all labels of 10^8 images would need 200 MB of memory.
 _MAX_LABELS = 1 << 22
+
+# What the built-in font lacks and no decomposition makes plain; a character that no font has; a limit for its search.
+_SIMILAR = {
+    "×": "x",
+    "–": "-",
+    "—": "-",
+    "−": "-",
+    "·": ".",
+    "→": "->",
+    "ß": "ss",
+    "æ": "ae",
+    "ø": "o",
+    "ł": "l",
+    "µ": "u",
+}
+_NO_CHARACTER = "\uffff"
+_MOST_CHARACTERS = 1000
 
 _BACKGROUND = (255, 255, 255)
 _INK = (32, 33, 36)
@@ -209,12 +227,35 @@ def _thumbnail(rgb: NDArray[np.uint8], side: int) -> Image.Image:
 def _fitted(
     draw: ImageDraw.ImageDraw, text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: int
 ) -> str:
-    """Return the text, truncated with "..." if it is wider than ``width`` pixels.
-
-    The ellipsis is written as three full stops, because Pillow's built-in font has no such character.
-    """
+    """Return the text in the font's characters, truncated with "..." if it is wider than ``width`` pixels."""
+    text = _in_font(text, font)
     if draw.textlength(text, font=font) <= width:
         return text
     while text and draw.textlength(text + "...", font=font) > width:
         text = text[:-1]
     return text.rstrip() + "..."
+
+
+def _in_font(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> str:
+    """Return the text with "?" or something similar, such as x for ×, for what Pillow's built-in font would show as ▯.
+
+    The font has 111 characters: ASCII, and few others.
+    """
+    missing = _shape(_NO_CHARACTER, font)
+
+    def has(characters: str) -> bool:
+        return all(each.isascii() or _shape(each, font) != missing for each in characters)
+
+    def similar(character: str) -> str:
+        plain = _SIMILAR.get(character) or "".join(
+            each for each in unicodedata.normalize("NFKD", character) if not unicodedata.combining(each)
+        )
+        return plain if has(plain) else "?"
+
+    composed = unicodedata.normalize("NFC", text[:_MOST_CHARACTERS])
+    return "".join(each if has(each) else similar(each) for each in composed)
+
+
+def _shape(character: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> tuple[tuple[int, int], bytes]:
+    mask = font.getmask(character)
+    return mask.size, bytes(mask)

@@ -64,6 +64,19 @@ def refuse_nan(_context: click.Context, parameter: click.Parameter, value: float
     return value
 
 
+class NamedElsewhere(click.Option):
+    """An option with the names, in Python's spelling, that other programs have for it."""
+
+    def __init__(self, *args: Any, also_called: tuple[str, ...] = (), **values: Any) -> None:
+        super().__init__(*args, **values)
+        self.also_called = also_called
+
+    @property
+    def purpose(self) -> str:
+        """The first sentence of its help, because those who know another name expect another value."""
+        return f" {(self.help or '').partition('. ')[0].removesuffix('.')}."
+
+
 class SuggestingCommand(click.Command):
     """A click command whose error message for an unknown option suggests the closest valid one.
 
@@ -81,19 +94,28 @@ class SuggestingCommand(click.Command):
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
+            suggestion = self._suggest_option(ctx, error.option_name)
             # Without the argument `possibilities`, no version of click adds anything to the message.
-            suggestion = f" {WEIGHTS_BY_NAME}" if is_about_weights(error.option_name) else ""
-            if not suggestion and (near := self._nearest_option(ctx, error.option_name)) is not None:
-                suggestion = f" Did you mean {near}?"
             raise click.NoSuchOption(
                 error.option_name, f"No such option: {error.option_name}{'.' * bool(suggestion)}{suggestion}", ctx=ctx
             ) from None
 
-    def _nearest_option(self, ctx: click.Context, given: str) -> str | None:
+    def _suggest_option(self, ctx: click.Context, given: str) -> str:
+        """Return what to give in the place of an unknown option, "" if nothing is near to its name without dashes."""
+        if is_about_weights(given):
+            return f" {WEIGHTS_BY_NAME}"
+        if not given.startswith("--"):
+            return ""
         spellings: dict[str, str] = {}
+        elsewhere: dict[str, str] = {}
         for param in self.get_params(ctx):
             if isinstance(param, click.Option):
-                spellings |= {f"--{(param.name or '').replace('_', '-')}": param.opts[0]}
-                spellings |= {each: each for each in (*param.opts, *param.secondary_opts)}
-        near = nearest(given.replace("_", "-"), spellings) if given.startswith("--") else None
-        return None if near is None else spellings[near]
+                spellings |= {(param.name or "").replace("_", "-"): param.opts[0]}
+                spellings |= {each.lstrip("-"): each for each in (*param.opts, *param.secondary_opts)}
+            if isinstance(param, NamedElsewhere):
+                names = (each.replace("_", "-") for each in param.also_called)
+                elsewhere |= dict.fromkeys(names, f"{param.opts[0]}?{param.purpose}")
+        near = nearest(given.lstrip("-").replace("_", "-"), elsewhere | spellings)
+        if near is None:
+            return ""
+        return f" Did you mean {spellings[near]}?" if near in spellings else f" Did you mean {elsewhere[near]}"
