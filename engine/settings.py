@@ -319,7 +319,9 @@ class Setting(Declaration):
             )
         if kind is str and not value:
             raise SettingError(
-                self.name, "{setting} must not be empty, got {value!r}: leave it out to use its default", value=value
+                self.name,
+                "{setting} must not be empty, got {value!r}: leave it out for its default or, on a resume, the run's",
+                value=value,
             )
         try:
             return kind(value)

@@ -162,7 +162,7 @@ def test_a_window_of_steps_is_half_open():
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_an_empty_text_is_refused(name):
-    with pytest.raises(ValueError, match=rf"^{name} must not be empty, got '': leave it out to use its default$"):
+    with pytest.raises(ValueError, match=rf"^{name} must not be empty, got '': leave it out for its default or, "):
         configured(**{name: ""})
 
 

@@ -204,4 +204,11 @@ def test_a_resume_names_the_options_that_it_cannot_take():
     assert "differ: batch was 4, got 8; chunk_batches was 2, got None. Restore" in str(raised.value)
     words = raised.value.render(option_names(run_train.make_context("run-train", [])))
     assert "differ: --batch was 4, got 8; --chunk was 2, got None. Restore" in words
-    assert words.endswith("or start another run (--run-dir)")
+    assert "or begin another from its weights: --init-from " in words
+    assert words.endswith(" with another --run-dir")
+
+
+def test_an_empty_text_clears_the_patterns_of_a_recipe_or_a_recorded_run():
+    given = command_line(run_train.make_context("run-train", ["--freeze", "", "--group", ""]))
+    before = OptionSource("recipe", {"freeze": "stem.*", "groups": "fc.*=learning_rate:2x"})
+    assert merge_options(before, given).settings == {"freeze": None, "groups": None}

@@ -100,8 +100,8 @@ def overriding_option(
 
 
 def _joining(separator: str) -> Callable[[click.Context, click.Parameter, tuple[str, ...]], str | None]:
-    """Return a click callback that joins the values of a repeated option; without any, the value is None."""
-    return lambda _context, _parameter, values: separator.join(values) if values else None
+    """Return a click callback that joins the values of a repeated option; none, or '', are None."""
+    return lambda _context, _parameter, values: separator.join(values) or None
 
 
 class _ChoiceOrUserPart(SuggestingChoice):

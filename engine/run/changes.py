@@ -4,6 +4,7 @@ Owns the rule on which settings a resume may change, and the entries `earlier` o
 """
 
 import json
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ HOST_SETTINGS = frozenset(
 """Settings that a resume may change because they concern only the host, or record where another setting came from."""
 
 _USER_PARTS = "own_parts"
+_ANOTHER_RUN = "start another run from the weights of this one (--init-from RUN with another --run-dir)"
 _KEPT_PROPERTIES = (
     *("model", "num_classes", "height", "width", "mean", "std", "eval_manifest_sha256", "num_eval_batches"),
     *("labels", _USER_PARTS),
@@ -59,7 +61,9 @@ def check_settings(config: TrainConfig, recorded: TrainConfig) -> None:
         raise SettingError(
             changed[0][0],
             "a resumed run must keep the settings that determine its program, order and data, but some differ: "
-            f"{changes}. Restore their values, or start another run ({{run_dir}})",
+            f"{changes}. Restore their values, or begin another from its weights: {{init_from}} {{run}} "
+            "with another {run_dir}",
+            run=shlex.quote(str(config.run_dir or "RUN")),
             **found,
         )
 
@@ -222,7 +226,7 @@ def check_digests(now: Mapping[str, Any], recorded: Mapping[str, Any]) -> None:
         if (before := recorded.get(name)) != (found := now.get(name)):
             raise ValueError(
                 f"a resumed or replayed run must keep {what}, which have changed since (their digest was "
-                f"{_short(before)}, is now {_short(found)}): restore them, or start another run"
+                f"{_short(before)}, is now {_short(found)}): restore them, or {_ANOTHER_RUN}"
             )
 
 
@@ -237,7 +241,7 @@ def check_data(resolved: Mapping[str, Any], data: RunData, recorded: RecordedRun
         ):
             raise ValueError(
                 f"a resumed or replayed run must keep its {name}, which was {recorded.resolved.get(name)!r}, got "
-                f"{now.get(name)!r}: use the data and the model that it started with"
+                f"{now.get(name)!r}: use the data and the model that it started with, or {_ANOTHER_RUN}"
             )
 
 
@@ -261,7 +265,7 @@ def check_manifest(data: RunData, recorded: RecordedRun) -> None:
         raise ValueError(
             f"a resumed or replayed run must have its original data, but these differ: {data.description} (the "
             f"manifest's digest was {_short(recorded.manifest_digest)}, is now {_short(data.manifest_digest)}). "
-            "Give the folder where the original data are now (--data), or start another run"
+            f"Give the folder where the original data are now (--data), or {_ANOTHER_RUN}"
         )
 
 
