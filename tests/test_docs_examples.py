@@ -10,7 +10,7 @@ import pytest
 
 EXAMPLES = sorted((Path(__file__).parents[1] / "docs" / "examples").glob("*.py"))
 # Examples that need a library that is no dependency of the project.
-LIBRARIES = {"flax_nnx": "flax", "flax_linen": "flax", "equinox_model": "equinox"}
+LIBRARIES = {"flax_nnx": "flax", "flax_linen": "flax", "equinox_model": "equinox", "optuna_search": "optuna"}
 # Examples whose steps take longer than compiling their programs.
 LONG = {"first_run", "fine_tuning", "frozen_trunk"}
 
