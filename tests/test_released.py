@@ -2,14 +2,16 @@
 
 import gc
 import threading
+import time
 import weakref
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
+from PIL import Image
 
-from loopfeed import RunningStats, batch_norm, convolution, evaluate, train
+from loopfeed import RunningStats, batch_norm, convolution, evaluate, predict, train
 from loopfeed.models.layers.platform_forms import tracing_for
 from tests.toy import CountedBatches, Linear, toy_batch, toy_config
 
@@ -81,3 +83,16 @@ def test_the_end_of_a_run_releases_its_program_arrays_threads_files_and_parts_at
             assert (name, kept(), [each() for each in watched]) == (name, before, [None] * len(watched))
     finally:
         gc.enable()
+
+
+def test_the_threads_of_a_prediction_end_with_it(tmp_path):
+    train(toy_config(run_dir=tmp_path / "run"), model=Linear(), batches=toy_batch)
+    photographs = [Image.new("RGB", (9, 9)), Image.new("RGB", (7, 8))]
+    for _ in range(3):
+        assert len(predict(tmp_path / "run", photographs, model=Linear()).labels) == 2
+    deadline = time.monotonic() + 30
+    while (left := [each for each in threading.enumerate() if each.name.startswith("photographs")]) and (
+        time.monotonic() < deadline
+    ):
+        time.sleep(0.01)
+    assert left == []

@@ -6,6 +6,7 @@ weights and the programs.
 
 import os
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -129,6 +130,8 @@ class Predictor:
         self._decoder: PhotographDecoder | None = None
         self._programs = Programs(opened, model, mean, std, notify, is_chosen=snapshot is not None)
         self._pool = Pool(opened.config.reader_threads or 1, "photographs")
+        # Its threads end with this object.
+        weakref.finalize(self, self._pool.close).atexit = False
 
     def warm_up(self, *num_images: int) -> None:
         """Compile the programs for photographs in batches of these sizes, or of one photograph if none is given."""
