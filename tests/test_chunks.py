@@ -167,10 +167,8 @@ def test_a_replay_that_ends_before_an_evaluation_waits_for_the_batches_of_its_la
     ("values", "expected"),
     [
         ("inplace", {}, [(0, 4), (4, 4), (8, 3)]),
-        ("cuda", {"steps": 4}, [(0, 4)]),
         ("inplace", {"steps": 0}, []),
         ("cuda", {"eval_every_steps": 3}, [(0, 3), (3, 3), (6, 3), (9, 2)]),
-        ("inplace", {"accumulate_steps": 3, "steps": 2}, [(0, 4), (4, 2)]),
         ("cuda", {"accumulate_steps": 3, "steps": 4, "eval_every_steps": 2}, [(0, 4), (4, 2), (6, 4), (10, 2)]),
     ],
 )
