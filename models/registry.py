@@ -24,7 +24,7 @@ from loopfeed.models.families.vision_transformer import (
     size_of_positions,
 )
 from loopfeed.models.model import BatchStats, Images, Logits, Model, Params
-from loopfeed.models.names import MODEL_NAMES, TIMM_NAMES
+from loopfeed.models.names import MODEL_NAMES, TIMM_NAMES, find_timm_model
 
 type Network = ResNet | PooledConvNet | VisionTransformer | ConvNeXt | EfficientNet
 """The architecture of a network. Its `head` is the path of the classifier, `undecayed` as in `Model`."""
@@ -136,8 +136,13 @@ def find_network(name: str) -> Network:
     """
     known = networks()
     if name not in known:
-        near = difflib.get_close_matches(name.lower(), known, n=3)
-        suggestion = f"did you mean {' or '.join(near)}?" if near else "choose one of these"
+        # Of a name of weights in timm, `timm/resnet18.a1_in1k`, the network is the part before the dot.
+        architecture = name.rpartition("/")[2].partition(".")[0]
+        timm = None if architecture == name else find_timm_model(architecture)
+        near = [timm] if timm else difflib.get_close_matches(architecture.lower(), known, n=3)
+        suggestion = f"did you mean {' or '.join(near)}?" if near else "run-train --list-models describes them"
+        if timm:
+            suggestion += " Weights of timm are given beside the model, with --init-from hf-hub:OWNER/NAME"
         raise UnknownModelError(
             "must be auto or a name that loopfeed.model_names() returns and run-train --help lists, "
             f"got {name!r}: {suggestion}"

@@ -68,6 +68,13 @@ def test_wrong_requests_are_refused():
         r"got 'resnet9': did you mean resnet\d+ or resnet\d+ or resnet\d+\?$",
     ):
         build_model("resnet9", num_classes=10, image_size=32)
+    for name in ("timm/resnet18.a1_in1k", "resnet18.tv_in1k"):
+        with pytest.raises(
+            ValueError, match=r"did you mean resnet18\? Weights of timm are given beside the model, with"
+        ):
+            build_model(name, num_classes=10, image_size=32)
+    with pytest.raises(ValueError, match="got 'zzz': run-train --list-models describes them"):
+        build_model("zzz", num_classes=10, image_size=32)
     with pytest.raises(ValueError, match="at least 1, got 0 and 32"):
         build_model("resnet8", num_classes=0, image_size=32)
     assert len(model_names()) == 22

@@ -103,10 +103,13 @@ def load_initial_weights(
         placed = place_tensors(registry_name, stored.tensors, like)
     except ValueError as error:
         model = stored.metadata.get("model")
-        hint = ""
+        reason = str(error)
         if model not in (None, registry_name):
-            hint = f" (the file was saved from the model {model!r}: give --model {printable(str(model))})"
-        raise ValueError(f"--init-from {file}: {error}{hint}") from None
+            reason = (
+                f"the weights are those of the model {printable(str(model))}, not of {registry_name or 'your own'}: "
+                f"give --model {printable(str(model))}, or other weights"
+            )
+        raise ValueError(f"--init-from {file}: {reason}") from None
     named = name_tensors(registry_name, *placed)
     _check_finite(file, named)
     check_metadata({key: text for key, text in stored.metadata.items() if key in OF_INPUT}, file)
