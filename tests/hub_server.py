@@ -18,7 +18,8 @@ class Hub:
         url: the address to give as HF_ENDPOINT.
         commits: the files of each commit of `REPOSITORY`, by name.
         refs: the commit of each branch and tag.
-        fault: what goes wrong: a status; "gated", "private", "cut", "broken", "other" or "silent"; None for nothing.
+        fault: what goes wrong: a status; "gated", "private", "cut", "broken", "other", "no config" or
+            "silent"; None for nothing.
         asked: the requests, (method, path, authorization).
         is_over: ends a silent answer.
     """
@@ -64,6 +65,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.answer_blob(self.path.removeprefix("/cdn/"))
         elif type(hub.fault) is int:
             self.answer(hub.fault, {})
+        elif hub.fault == "no config" and self.path.endswith("config.json"):
+            self.answer(503, {})
         elif hub.fault == "broken":
             self.close_connection = True
         elif hub.fault == "silent":

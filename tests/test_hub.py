@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import sys
 import time
 from dataclasses import replace
@@ -17,6 +18,7 @@ from loopfeed.engine.records.given_weights import Origin, read_given_weights
 from loopfeed.engine.records.hub import HubError
 from loopfeed.engine.records.imagenet import imagenet_classes
 from loopfeed.engine.records.initial_weights import load_initial_weights
+from loopfeed.engine.records.timm_config import MOST_BYTES, metadata_of_config
 from loopfeed.engine.records.weights import name_tensors
 from loopfeed.engine.records.weights_metadata import classes_of
 from loopfeed.preprocess.shards.classes import ImageClass
@@ -105,7 +107,7 @@ def test_what_goes_wrong_at_the_hub_is_one_line_with_a_remedy(hub, monkeypatch, 
 
 
 def test_what_is_not_at_the_hub_is_named(hub, monkeypatch):
-    commit = hub.commit({"README.md": b""})
+    hub.commit({"README.md": b""})
     for name, message in {
         f"{NAME}@v9": "has no revision v9: give a branch",
         NAME: "must have model.safetensors or pytorch_model.bin, but has neither",
@@ -116,7 +118,7 @@ def test_what_is_not_at_the_hub_is_named(hub, monkeypatch):
             read_given_weights(name)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(HubError, match=r"is not in the cache, and \$HF_HUB_OFFLINE is set: download it where"):
-        read_given_weights(f"{NAME}@{commit}")
+        read_given_weights(f"{NAME}@v9")
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(HubError, match=r"is not installed: pip install 'loopfeed\[hub\]'"):
         read_given_weights(NAME)
@@ -126,6 +128,73 @@ def test_what_is_not_at_the_hub_is_named(hub, monkeypatch):
 def test_a_config_that_is_not_of_timm_is_refused(hub, content):
     hub.commit(files_of(drawn("resnet8", 10)) | {"config.json": content})
     with pytest.raises(ValueError, match=r"config\.json of hf-hub:.* must be a config of timm"):
+        read_given_weights(NAME)
+
+
+def test_a_config_is_read_with_the_precedence_of_timm():
+    def described(top, **inner):
+        config = CONFIG | top | {"pretrained_cfg": CONFIG["pretrained_cfg"] | inner}
+        return metadata_of_config(json.dumps(config).encode(), "X")
+
+    # A network that was fine-tuned keeps what it began with in its pretrained_cfg.
+    names = ["ant", "bee"]
+    metadata, _ = described({"num_classes": 2, "label_names": names}, num_classes=1000, label_names=["z"] * 1000)
+    assert metadata["num_classes"] == "2"
+    assert [each.id for each in classes_of(metadata, "X")] == names
+    flat = CONFIG["pretrained_cfg"] | {"architecture": "resnet8", "num_classes": 2, "labels": {"1": "bee", "0": "ant"}}
+    metadata, _ = metadata_of_config(json.dumps(flat).encode(), "X")
+    assert [each.id for each in classes_of(metadata, "X")] == names
+    metadata, _ = described({"model_args": {"img_size": 24}}, fixed_input_size=True)
+    assert (metadata["image_size"], json.loads(metadata["preprocessing"])["resize"]) == ("24x24", 27)
+    for labels in (["ant"], ["ant", "ant"]):
+        metadata, notes = described({"num_classes": 2, "label_names": labels})
+        assert classes_of(metadata, "X") == ()
+        assert notes == ("X has label_names that are not taken: they must be 2 different ones",)
+    metadata, notes = described({}, crop_pct=1e-9)
+    assert "preprocessing" not in metadata
+    assert notes == ("X has a way to resize that is not taken: crop_pct 1e-09, bilinear",)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"input_size": [3, math.inf, 16]},
+        {"input_size": [3, 10**400, 10**400]},
+        {"crop_pct": 5e-324},
+        {"num_classes": math.inf},
+        {"architecture": ["resnet8"]},
+        {"architecture": None},
+    ],
+)
+def test_numbers_and_types_that_no_config_has_are_refused_in_one_line(values):
+    with pytest.raises(ValueError, match="X must be a config of timm, with architecture") as caught:
+        metadata_of_config(json.dumps(CONFIG["pretrained_cfg"] | {"architecture": "resnet8"} | values).encode(), "X")
+    assert len(str(caught.value)) < 500
+
+
+def test_weights_do_not_lose_their_config_because_the_hub_fails(hub, monkeypatch, tmp_path):
+    weights = files_of(drawn("resnet8", 10))
+    commit = hub.commit(weights)
+    hub.fault = "no config"
+    with pytest.raises(HubError, match="is not in the cache, and .* cannot be reached .*503"):
+        read_given_weights(NAME)
+    hub.fault = None
+    hub.commit({"model.safetensors": weights["model.safetensors"]}, "bare")
+    note = "warning: no config.json says for what input and which classes they are"
+    assert read_given_weights(f"{NAME}@bare").notes == (note,)
+    hub.fault = 503  # that there is none is known
+    assert read_given_weights(f"{NAME}@bare").notes == (note,)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert read_given_weights(f"{NAME}@{commit}").notes == (note,)
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    hub.fault = None
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "file"))
+    with pytest.raises(HubError, match=r"could not be kept in the cache .*file.*: set \$HF_HUB_CACHE to a folder"):
+        read_given_weights(NAME)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "other"))
+    hub.commit(weights | {"config.json": b" " * (MOST_BYTES + 1)})
+    with pytest.raises(ValueError, match=r"config\.json is not .*larger than the 16,777,216 bytes allowed"):
         read_given_weights(NAME)
 
 

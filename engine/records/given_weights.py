@@ -128,14 +128,19 @@ def _split_snapshot(location: str) -> tuple[str, int | Literal["best"] | None]:
 
 def _read_repository(name: str, revision: str | None) -> GivenWeights:
     weights, config, commit = fetch(name, revision)
-    return _with_config(_read_file(name, weights, commit), config)
+    given = _read_file(name, weights, commit)
+    if config is None:
+        note = f"warning: no {CONFIG} says for what input and which classes they are"
+        return given._replace(notes=(*given.notes, note))
+    return _with_config(given, config)
 
 
 def _with_config(given: GivenWeights, config: Path | None) -> GivenWeights:
     """Return weights with what a config of timm says of them; the file's own metadata win."""
     if config is None:
         return given
-    content = read_regular(config, max_bytes=MOST_BYTES)
+    with name_read_errors(config):
+        content = read_regular(config, max_bytes=MOST_BYTES)
     described, notes = metadata_of_config(content, f"{CONFIG} of {printable(given.origin.source)}")
     stored = given.stored._replace(metadata=described | given.stored.metadata)
     return given._replace(stored=stored, notes=(*given.notes, *notes))

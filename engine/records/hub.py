@@ -34,7 +34,7 @@ class HubFiles(NamedTuple):
 
     Attributes:
         weights: the weights file.
-        config: `config.json`, None if the repository has none.
+        config: `config.json`, None if the repository has none or, offline, the cache.
         commit: the commit, 40 hexadecimal digits.
     """
 
@@ -90,17 +90,18 @@ def _fetch(location: str, repository: str, revision: str) -> HubFiles:
 
 def _file(location: str, repository: str, name: str, revision: str) -> Path | None:
     """Return a file of a repository, None if it has no such file."""
-    from huggingface_hub import errors, hf_hub_download
+    from huggingface_hub import _CACHED_NO_EXIST, errors, hf_hub_download, try_to_load_from_cache
 
     is_offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in _YES
     where, server = printable(location), os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
+    cache = os.environ.get("HF_HUB_CACHE")
     try:
         path = hf_hub_download(
             repository,
             name,
             revision=revision,
             endpoint=server,
-            cache_dir=os.environ.get("HF_HUB_CACHE"),
+            cache_dir=cache,
             local_files_only=is_offline,
         )
     except errors.GatedRepoError:
@@ -116,7 +117,9 @@ def _file(location: str, repository: str, name: str, revision: str) -> Path | No
     except errors.RevisionNotFoundError:
         raise HubError(f"{where} has no revision {printable(revision)}: give a branch, a tag or a commit") from None
     except errors.LocalEntryNotFoundError as error:
-        if name == _CONFIG or (is_offline and name != WEIGHTS_NAMES[-1]):
+        # That the commit has no such file is in the cache, too.
+        is_absent = try_to_load_from_cache(repository, name, cache, revision) is _CACHED_NO_EXIST
+        if is_absent or (is_offline and name != WEIGHTS_NAMES[-1]):
             return None
         why = "$HF_HUB_OFFLINE is set" if is_offline else f"{server} cannot be reached ({_cause_of(error)})"
         raise HubError(
@@ -129,6 +132,11 @@ def _file(location: str, repository: str, name: str, revision: str) -> Path | No
         raise HubError(f"{where} must be {HUB}OWNER/NAME, with @REVISION if wanted, such as {EXAMPLE}") from None
     # Whatever else the library, or one that it uses, raises: of its many classes, few have a common base.
     except Exception as error:
+        if isinstance(error, OSError) and error.filename is not None:
+            raise HubError(
+                f"{where} could not be kept in the cache ({error.strerror}: {printable(str(error.filename))}): set "
+                "$HF_HUB_CACHE to a folder that you may write"
+            ) from error
         raise HubError(
             f"{where} could not be downloaded from {server} ({_cause_of(error)}): try again later, or download it "
             f"with: hf download {repository}"
