@@ -362,3 +362,31 @@ def test_the_weights_file_of_a_model_of_your_own_needs_the_model_and_no_run(tmp_
     code, out, err = invoke(predict_images, monkeypatch, tmp_path, *arguments)
     assert code == 0, err
     assert json.loads(out)["logits"] == pytest.approx(expected.logits[0].tolist(), rel=1e-5)
+
+
+def test_an_image_of_pillow_has_the_pixels_of_its_file():
+    random = np.random.default_rng(0)
+    pixels = Image.fromarray(random.integers(0, 256, (9, 13, 3), dtype=np.uint8))
+    veiled = pixels.copy()
+    veiled.putalpha(Image.fromarray(random.integers(0, 256, (9, 13), dtype=np.uint8)))
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    decoder = PhotographDecoder(ResizeRule(size=4, resize=5), 60.0)
+    files = []
+    for image, options in (
+        (pixels, {"exif": turned}),
+        (veiled, {}),
+        (veiled.convert("LA"), {}),
+        (pixels.quantize(16), {"transparency": 3}),
+        (Image.fromarray(random.integers(0, 1 << 16, (9, 13), dtype=np.uint16)), {}),
+    ):
+        image.save(file := io.BytesIO(), "PNG", **options)
+        files.append(file)
+    for file in files:
+        expected, _ = decoder.decode(file.getvalue())
+        np.testing.assert_array_equal(decoder.decode(Image.open(file))[0], expected)
+    for mode in ("I", "F"):
+        with pytest.raises(ValueError, match=f"Pillow's mode {mode} does not say which values are black and white"):
+            decoder.decode(Image.new(mode, (5, 5)))
+    with pytest.raises(OSError, match="truncated|broken"):
+        decoder.decode(Image.open(io.BytesIO(files[1].getvalue()[:60])))

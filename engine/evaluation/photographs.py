@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from PIL.Image import Image
+from PIL.ImageOps import exif_transpose
 
 from loopfeed.engine.feed.batches import Pixels
 from loopfeed.preprocess.decoding.decode import ResizeRule, decode_stored
@@ -21,11 +22,12 @@ from loopfeed.preprocess.regular_file import read_regular
 from loopfeed.preprocess.sources.array_images import encode_array
 from loopfeed.preprocess.sources.selection import IMAGE_SUFFIXES, is_image_name
 from loopfeed.preprocess.system_entries import count_ignored, describe_ignored, is_hidden
-from loopfeed.preprocess.system_errors import reading_remedy, status_of
+from loopfeed.preprocess.system_errors import error_text, reading_remedy, status_of
 
 _MOST_FILE_BYTES = 1 << 30
 # The modes of Pillow whose arrays are images; others are converted.
 _ARRAY_MODES = ("L", "RGB", "RGBA", "I;16")
+_WIDE_MODES = ("I", "F")
 
 
 def list_photographs(paths: Iterable[str | os.PathLike[str]], notify: Callable[[str], None]) -> tuple[str, ...]:
@@ -114,16 +116,35 @@ class PhotographDecoder:
                 encoded = read_regular(photograph, max_bytes=_MOST_FILE_BYTES)
                 image, extent = decode_stored(encoded, self._rule, budget=self._pixels)
         else:
-            image, extent = decode_stored(_encoded(photograph), self._rule, budget=self._pixels)
+            image, extent = decode_stored(_encode(photograph), self._rule, budget=self._pixels)
         return pack_rgb(np.asarray(image)), 0 if extent is None else extent.to_word()
 
 
-def _encoded(image: Any) -> bytes:
+def _encode(image: Any) -> bytes:
+    """Return the bytes of a file with the pixels of an image in memory, which decode as those of its own file do."""
     if isinstance(image, bytes | bytearray | memoryview):
         return bytes(image)
-    if isinstance(image, Image):
-        image = image if image.mode in _ARRAY_MODES else image.convert("RGB")
-    return encode_array(np.asarray(image))
+    try:
+        return encode_array(np.asarray(_with_pixels_of_file(image) if isinstance(image, Image) else image))
+    except (MemoryError, OSError, ValueError):
+        raise
+    except Exception as error:  # Pillow reads the file only here, and raises all kinds of exceptions for a damaged one
+        raise ValueError(error_text(error)) from error
+
+
+def _with_pixels_of_file(image: Image) -> Image:
+    """Return an upright image of a mode whose array is an image, with its transparency."""
+    if image.mode in _WIDE_MODES:
+        raise ValueError(
+            f"an image of Pillow's mode {image.mode} does not say which values are black and white: convert it to L "
+            "(8 bits) or I;16 (16 bits)"
+        )
+    upright = exif_transpose(image)
+    if upright.mode == "La":
+        upright = upright.convert("LA")
+    if upright.has_transparency_data and upright.mode != "I;16":
+        return upright.convert("RGBA")
+    return upright if upright.mode in _ARRAY_MODES else upright.convert("RGB")
 
 
 def pack_arrays(images: Any) -> Pixels:

@@ -34,8 +34,7 @@ from loopfeed.preprocess.system_errors import error_text
 from loopfeed.preprocess.workers import Pool
 
 _USUAL_SIZE = 224
-# Batches that are decoded while another is classified.
-_AHEAD = 1
+_AHEAD = 1  # batch that is decoded while another is classified
 _LARGER_CROPS = "crop the photographs to that size (--size, and --resize for the shorter side before the crop)"
 _LARGER_ARRAYS = "give arrays of that size"
 
@@ -130,8 +129,7 @@ class Predictor:
         self._decoder: PhotographDecoder | None = None
         self._programs = Programs(opened, model, mean, std, notify, is_chosen=snapshot is not None)
         self._pool = Pool(opened.config.reader_threads or 1, "photographs")
-        # Its threads end with this object.
-        weakref.finalize(self, self._pool.close).atexit = False
+        weakref.finalize(self, self._pool.close).atexit = False  # its threads end with this object
 
     def warm_up(self, *num_images: int) -> None:
         """Compile the programs for photographs in batches of these sizes, or of one photograph if none is given."""
@@ -326,7 +324,12 @@ def _listed(images: Any, notify: Callable[[str], None]) -> tuple[tuple[str, ...]
                 for index, each in enumerate(images)
             )
             return tuple(names), images
-    array = np.asarray(images)
+    try:
+        array = np.asarray(images)
+    except ValueError:
+        raise ValueError(
+            "arrays of images must have one size, got several: call once for each, or give PIL.Image.Image objects"
+        ) from None
     if array.ndim != 4:
         pack_arrays(array)  # refuses it
     return tuple(map(str, range(len(array)))), array
