@@ -251,6 +251,10 @@ OPERATIONS = {
     "sums": lambda x: pooled(x, 0.0, lax.add),
     "products": lambda x: jnp.einsum("bhwc,cd,bhwe->bde", x, SQUARE, x) + jnp.einsum("bhwc,bhvc->bwv", x, x)[:, :4, :4],
     "matrices": lambda x: (x.reshape(-1, 4) @ SQUARE @ SQUARE[:, 1]).reshape(x.shape[:3]) * x[..., 0],
+    "edges": lambda x: jnp.pad(x, ((0, 0), (2, 0), (0, 1), (0, 0)), mode="edge"),
+    "checkpoint": jax.checkpoint(lambda x: jax.nn.gelu(x, approximate=False)),
+    "counted": lambda x: pooled(x.reshape(len(x), 4, 5, 4), 0.0, lax.add) + pooled(x, -jnp.inf, lax.max),
+    "half": lambda x: (x.astype(jnp.float16) @ SQUARE.astype(np.float16)).astype(jnp.float32),
     "narrow": lambda x: (x.astype(jnp.bfloat16) * 2).astype(jnp.float32),
     "attention": lambda x: jax.nn.softmax(jnp.einsum("bhwc,bhvc->bhwv", x, x), -1) @ jax.nn.gelu(x),
 }
@@ -285,16 +289,29 @@ def test_each_operation_of_lax_is_that_of_onnx(name):
         {}, {}, jnp.asarray((pixels / np.float32(255) - np.float32(0.5)) / np.float32(0.3)), False
     )
     # bfloat16 is computed in float32, of which it keeps eight bits.
-    rtol = 0.01 if name == "narrow" else 2e-5
-    np.testing.assert_allclose(found["outputs"], expected, rtol=rtol, atol=2e-5)
+    tolerance = 0.01 if name in ("narrow", "half") else 2e-5
+    np.testing.assert_allclose(found["outputs"], expected, rtol=tolerance, atol=tolerance)
 
 
 def test_an_operation_that_onnx_lacks_here_is_named():
-    model = Own(lambda x: lax.sort(x))
-    with pytest.raises(ValueError, match=r"own has an operation that cannot be exported to ONNX: the primitive sort\."):
-        onnx_file(exported(model))
-    mixing = Own(lambda x: x.reshape(len(x), -1) @ jnp.ones((80, len(x)))[:, :2])
-    assert onnx_file(exported(mixing))  # of one image
+    for operation, message in (
+        (lax.sort, r"the primitive sort\."),
+        (lambda x: x * (jnp.argmax(x, 3, keepdims=True) & 1), "the primitive and of whole numbers"),
+        (lambda x: x[:, :, jnp.array([0, 9])], "gather at the index 9 of an axis of 5"),
+        (lambda x: x + jax.random.normal(jax.random.key(0), (4,)), "PRNGKey"),
+        (lambda x: jnp.abs(x + 1j), "complex64"),
+        (lambda x: lax.reduce_window(x, 0.0, lax.add, (1, 1, 1, 2), (1, 1, 1, 1), "VALID"), "a pool with the window"),
+    ):
+        with pytest.raises(ValueError, match=f"own has an operation that cannot be exported to ONNX: .*{message}"):
+            onnx_file(exported(Own(operation)))
+
+
+@pytest.mark.parametrize(
+    "mixing", [lambda x: x.reshape(len(x), -1) - x.mean(), lambda x: x.reshape(len(x), -1) @ jnp.ones((80, len(x)))[:, :2]]
+)
+def test_a_model_that_mixes_the_images_of_a_batch_is_refused(mixing):
+    with pytest.raises(ValueError, match="its outputs for an image depend on the others in the batch.*: make its"):
+        onnx_file(exported(Own(mixing)))
 
 
 def test_a_snapshot_is_exported_and_a_suffix_chooses_the_format(run, tmp_path):

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float32, UInt8
 
 from loopfeed.engine.config import TrainConfig
@@ -160,7 +161,7 @@ def make_function(exported: ExportedModel) -> Function:
     under `jax.vmap`.
 
     Raises:
-        ValueError: the model cannot be traced so.
+        ValueError: the model cannot be traced so, or says other things of an image beside others.
     """
     at_once = partial(_outputs_of, exported)
     one_by_one = jax.vmap(lambda image: jax.tree.map(lambda each: each[0], at_once(image[None])))
@@ -172,8 +173,21 @@ def make_function(exported: ExportedModel) -> Function:
         except Exception as error:  # noqa: BLE001 - a user's model may raise anything
             errors.append(error)
             continue
+        if errors:
+            _check_is_same(exported, at_once, one_by_one)
         return function
     raise _cannot_be_traced(exported, errors[0]) from errors[-1]
+
+
+def _check_is_same(exported: ExportedModel, at_once: Function, one_by_one: Function) -> None:
+    """Raise ValueError if a model says other things of two images together than of each."""
+    images = np.random.default_rng(0).integers(0, 256, (2, *exported.size, 3), dtype=np.uint8)
+    together, alone = (jax.jit(partial(_in_plain_forms, form))(images) for form in (at_once, one_by_one))
+    for name, expected in together.items():
+        most = 1e-3 * float(jnp.abs(expected).max()) + 1e-5
+        is_same = alone[name].shape == expected.shape
+        if not is_same or not np.allclose(alone[name], expected, rtol=0, atol=most, equal_nan=True):
+            raise _cannot_be_traced(exported, ValueError("its outputs for an image depend on the others in the batch"))
 
 
 def _in_plain_forms(function: Function, images: UInt8[Array, "B H W 3"]) -> dict[str, Float32[Array, "B K"]]:

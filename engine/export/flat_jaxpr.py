@@ -13,7 +13,7 @@ from jax.extend.core import Literal
 
 _CALLED = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 _CALLS = (
-    "jit", "pjit", "closed_call", "core_call", "remat", "checkpoint", "custom_jvp_call", "custom_vjp_call",
+    "jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call",
     "custom_vjp_call_jaxpr", "custom_lin",
 )  # fmt: skip
 """The primitives that only call another jaxpr; control flow is not among them."""
@@ -81,6 +81,8 @@ def _inline(
     for equation in jaxpr.eqns:
         operands = tuple(map(look_up, equation.invars))
         name = equation.primitive.name
+        if name == "concatenate":  # parts without elements, as padding has them, have no form in some formats
+            operands = tuple(each for each in operands if not _is_empty(each)) or operands
         if name in _CALLS:
             called = next(equation.params[key] for key in _CALLED if key in equation.params)
             inner, consts = (called.jaxpr, called.consts) if hasattr(called, "consts") else (called, ())
@@ -92,6 +94,10 @@ def _inline(
             operations.append(Operation(name, operands, equation.params, results))
         known |= dict(zip(equation.outvars, results, strict=True))
     return tuple(map(look_up, jaxpr.outvars))
+
+
+def _is_empty(value: Value) -> bool:
+    return any(isinstance(size, int) and size == 0 for size in value.shape)
 
 
 def _dtype_of(atom: Any) -> Any:

@@ -30,8 +30,10 @@ def onnx_file(exported: ExportedModel) -> bytes:
     function, images = make_function(exported), any_batch(exported)
     names = list(jax.eval_shape(function, images))
     traced = jax.jit(lambda images: _in_order(function(images), names)).trace(images)
-    flat = flatten_jaxpr(traced.jaxpr)
-    model = _model(exported, flat, names)
+    try:
+        model = _model(exported, flatten_jaxpr(traced.jaxpr), names)
+    except (TypeError, KeyError, NotImplementedError) as error:  # of a dtype that NumPy or ONNX lacks
+        raise _no_form(exported, error) from error
     import onnx
 
     if model.ByteSize() > _MOST_BYTES:
@@ -39,9 +41,20 @@ def onnx_file(exported: ExportedModel) -> bytes:
             f"an ONNX file must be below 2 GB, but the weights of {exported.subject.name} make {model.ByteSize():,} "
             "bytes: export StableHLO instead (--format stablehlo)"
         )
-    onnx.checker.check_model(model, full_check=True)
+    try:
+        onnx.checker.check_model(model, full_check=True)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+        raise _no_form(exported, error) from error
     content: bytes = model.SerializeToString(deterministic=True)
     return content
+
+
+def _no_form(exported: ExportedModel, error: Exception) -> ValueError:
+    reason = " ".join(str(error).split())[:300]
+    return ValueError(
+        f"{exported.subject.name} has an operation that cannot be exported to ONNX: {reason}. Export StableHLO "
+        "instead (--format stablehlo), or write that layer with other operations of jax"
+    )
 
 
 def _in_order(outputs: dict[str, Any], names: list[str]) -> tuple[Any, ...]:
@@ -56,10 +69,7 @@ def _model(exported: ExportedModel, flat: FlatJaxpr, names: list[str]) -> Any:
         try:
             write_operation(graph, operation)
         except UnsupportedError as error:
-            raise ValueError(
-                f"{exported.subject.name} has an operation that cannot be exported to ONNX: {error}. Export StableHLO "
-                "instead (--format stablehlo), or write that layer with other operations of jax"
-            ) from None
+            raise _no_form(exported, error) from None
     for name, value in zip(names, flat.outputs, strict=True):
         graph.add("Identity", [graph.read(value)])
         graph.nodes[-1].output[0] = name

@@ -10,6 +10,7 @@ import numpy as np
 
 from loopfeed.engine.export.flat_jaxpr import Value
 
+_HALVES = ("bfloat16", "float16")
 _LONGEST_INT = 1 << 62
 BATCH: Final = "batch"
 """The name of the images' first axis, whose size is not fixed."""
@@ -56,7 +57,7 @@ class OnnxGraph:
         from onnx import numpy_helper
 
         array = np.asarray(array)
-        array = array.astype(np.float32) if str(array.dtype) == "bfloat16" else np.asarray(array, order="C")
+        array = array.astype(np.float32) if str(array.dtype) in _HALVES else np.asarray(array, order="C")
         key = (str(array.dtype), array.shape, array.tobytes()) if array.size <= 64 else (id(array),)
         if key not in self._constant_names:
             name = self._constant_names[key] = f"constant_{len(self.constants)}"

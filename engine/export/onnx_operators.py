@@ -53,6 +53,12 @@ def _elementwise(kind: str, graph: OnnxGraph, operation: Operation) -> None:
     graph.put(result, name, _broadcast_shape(graph, operation.operands, result))
 
 
+def _logic(kind: str, graph: OnnxGraph, operation: Operation) -> None:
+    if any(each.dtype != np.bool for each in operation.operands):
+        raise UnsupportedError(f"the primitive {operation.name} of whole numbers")
+    _elementwise(kind, graph, operation)
+
+
 def _chain(kinds: Sequence[str], graph: OnnxGraph, operation: Operation) -> None:
     """Apply operators of one input in turn."""
     name = graph.name(operation.operands[0])
@@ -81,6 +87,11 @@ def _expm1(graph: OnnxGraph, operation: Operation) -> None:
 
 def _log1p(graph: OnnxGraph, operation: Operation) -> None:
     name = graph.add("Log", [_with_number("Add", 1.0, graph, operation)])
+    graph.put(operation.results[0], name, graph.stored_shape(operation.operands[0]))
+
+
+def _erfc(graph: OnnxGraph, operation: Operation) -> None:
+    name = graph.add("Sub", [graph.constant(np.float32(1)), graph.add("Erf", [graph.name(operation.operands[0])])])
     graph.put(operation.results[0], name, graph.stored_shape(operation.operands[0]))
 
 
@@ -188,7 +199,17 @@ def _gather(graph: OnnxGraph, operation: Operation) -> None:
     if indices.constant.ndim > 1:
         _take(graph, operation, indices.constant)
         return
-    _cut_at(graph, operation, dict(zip(numbers.start_index_map, indices.constant.tolist(), strict=True)), sizes)
+    at = dict(zip(numbers.start_index_map, indices.constant.tolist(), strict=True))
+    for axis, index in at.items():
+        _check_bounds(operation.operands[0], axis, np.array(index), sizes[axis])
+    _cut_at(graph, operation, at, sizes)
+
+
+def _check_bounds(operand: Value, axis: int, indices: np.ndarray[Any, Any], size: int) -> None:
+    """Raise UnsupportedError for what the mode of a gather would fill or clip."""
+    most = operand.shape[axis] - size if isinstance(operand.shape[axis], int) else _LARGEST
+    if indices.size and not 0 <= indices.min() <= indices.max() <= most:
+        raise UnsupportedError(f"gather at the index {indices.max()} of an axis of {operand.shape[axis]}")
 
 
 def _take(graph: OnnxGraph, operation: Operation, indices: np.ndarray[Any, Any]) -> None:
@@ -203,6 +224,7 @@ def _take(graph: OnnxGraph, operation: Operation, indices: np.ndarray[Any, Any])
         raise UnsupportedError("gather along several axes")
     if list(numbers.offset_dims) != places:
         raise UnsupportedError("gather whose result has its axes in another order")
+    _check_bounds(operand, axis, indices, 1)
     name = graph.add("Gather", [graph.read(operand), graph.ints(*indices[..., 0].ravel())], axis=axis)
     graph.put(result, name if indices.ndim == 2 else graph.reshape(name, result.shape))
 
@@ -303,37 +325,46 @@ def _convolution(graph: OnnxGraph, operation: Operation) -> None:
 
 
 def _window(kind: str, graph: OnnxGraph, operation: Operation) -> None:
-    """Write a pool over the two axes before the channels of [B, H, W, C]."""
+    """Write a pool over the two axes before the channels of [B, …, H, W, C]."""
     given, operand = operation.parameters, operation.operands[0]
     window, strides, padding = (given[key] for key in ("window_dimensions", "window_strides", "padding"))
     dilations = (*given["base_dilation"], *given["window_dilation"])
-    if len(window) != 4 or window[0] != 1 or window[3] != 1 or any(each != 1 for each in dilations):
+    axes = tuple(zip(window, strides, padding, strict=True))
+    others = (*axes[:-3], axes[-1])
+    if len(window) < 4 or any(each != (1, 1, (0, 0)) for each in others) or any(each != 1 for each in dilations):
         raise UnsupportedError(f"a pool with the window {tuple(window)}")
     attributes: dict[str, Any] = {
-        "kernel_shape": list(window[1:3]),
-        "strides": list(strides[1:3]),
-        "pads": [low for low, _ in padding[1:3]] + [high for _, high in padding[1:3]],
+        "kernel_shape": list(window[-3:-1]),
+        "strides": list(strides[-3:-1]),
+        "pads": [low for low, _ in padding[-3:-1]] + [high for _, high in padding[-3:-1]],
     }
+    if any(pad >= size for pad, size in zip(attributes["pads"], 2 * attributes["kernel_shape"], strict=True)):
+        raise UnsupportedError(f"a pool with the padding {tuple(padding)}")
     if kind == "AveragePool":
         attributes["count_include_pad"] = 1
-    name = graph.add(kind, [graph.transpose(graph.read(operand), (0, 3, 1, 2))], **attributes)
+    name, (result,) = graph.read(operand), operation.results
+    if len(window) > 4:
+        name = graph.add("Reshape", [name, graph.ints(-1, *operand.shape[-3:])])
+    name = graph.add(kind, [graph.transpose(name, (0, 3, 1, 2))], **attributes)
     if kind == "AveragePool":
         name = graph.add("Mul", [name, graph.constant(np.float32(math.prod(window)))])
-    graph.put(operation.results[0], graph.transpose(name, (0, 2, 3, 1)))
+    name = graph.transpose(name, (0, 2, 3, 1))
+    graph.put(result, name if len(window) == 4 else graph.reshape(name, result.shape))
 
 
 _SAME_NAME = {
     "add": "Add", "add_any": "Add", "sub": "Sub", "mul": "Mul", "div": "Div", "pow": "Pow", "max": "Max", "min": "Min",
-    "and": "And", "or": "Or", "xor": "Xor", "eq": "Equal", "lt": "Less", "le": "LessOrEqual", "gt": "Greater",
+    "eq": "Equal", "lt": "Less", "le": "LessOrEqual", "gt": "Greater",
     "ge": "GreaterOrEqual",
 }  # fmt: skip
 _OF_ONE = {
     "neg": ("Neg",), "exp": ("Exp",), "log": ("Log",), "tanh": ("Tanh",), "erf": ("Erf",), "sqrt": ("Sqrt",),
     "abs": ("Abs",), "sign": ("Sign",), "floor": ("Floor",), "ceil": ("Ceil",), "logistic": ("Sigmoid",),
-    "rsqrt": ("Sqrt", "Reciprocal"), "not": ("Not",), "sin": ("Sin",), "cos": ("Cos",), "tan": ("Tan",),
+    "rsqrt": ("Sqrt", "Reciprocal"), "sin": ("Sin",), "cos": ("Cos",), "tan": ("Tan",),
 }  # fmt: skip
 _WRITERS: dict[str, Writer] = {
     **{name: partial(_elementwise, kind) for name, kind in _SAME_NAME.items()},
+    **{name: partial(_logic, name.title()) for name in ("and", "or", "xor", "not")},
     **{name: partial(_chain, kinds) for name, kinds in _OF_ONE.items()},
     **dict.fromkeys(("stop_gradient", "copy", "copy_p", "optimization_barrier", "reduce_precision", "pvary"), _same),
     **{f"reduce_{name}": partial(_reduce, f"Reduce{name.title()}") for name in ("sum", "max", "min", "prod")},
@@ -343,6 +374,7 @@ _WRITERS: dict[str, Writer] = {
     "is_finite": _is_finite,
     "expm1": _expm1,
     "log1p": _log1p,
+    "erfc": _erfc,
     "square": _square,
     "integer_pow": _integer_power,
     "select_n": _select,
