@@ -307,10 +307,11 @@ def test_an_operation_that_onnx_lacks_here_is_named():
 
 
 @pytest.mark.parametrize(
-    "mixing", [lambda x: x.reshape(len(x), -1) - x.mean(), lambda x: x.reshape(len(x), -1) @ jnp.ones((80, len(x)))[:, :2]]
+    "mixing",
+    [lambda x: x.reshape(len(x), -1) - x.mean(), lambda x: x.reshape(len(x), -1) @ jnp.ones((80, len(x)))[:, :2]],
 )
 def test_a_model_that_mixes_the_images_of_a_batch_is_refused(mixing):
-    with pytest.raises(ValueError, match="its outputs for an image depend on the others in the batch.*: make its"):
+    with pytest.raises(ValueError, match=r"its outputs for an image depend on the others in the batch.*: make its"):
         onnx_file(exported(Own(mixing)))
 
 

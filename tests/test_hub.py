@@ -176,7 +176,7 @@ def test_weights_do_not_lose_their_config_because_the_hub_fails(hub, monkeypatch
     weights = files_of(drawn("resnet8", 10))
     commit = hub.commit(weights)
     hub.fault = "no config"
-    with pytest.raises(HubError, match="is not in the cache, and .* cannot be reached .*503"):
+    with pytest.raises(HubError, match=r"is not in the cache, and .* cannot be reached .*503"):
         read_given_weights(NAME)
     hub.fault = None
     hub.commit({"model.safetensors": weights["model.safetensors"]}, "bare")

@@ -388,5 +388,5 @@ def test_an_image_of_pillow_has_the_pixels_of_its_file():
     for mode in ("I", "F"):
         with pytest.raises(ValueError, match=f"Pillow's mode {mode} does not say which values are black and white"):
             decoder.decode(Image.new(mode, (5, 5)))
-    with pytest.raises(OSError, match="truncated|broken"):
+    with pytest.raises(OSError, match=r"truncated|broken"):
         decoder.decode(Image.open(io.BytesIO(files[1].getvalue()[:60])))
