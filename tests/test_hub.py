@@ -28,7 +28,7 @@ from tests.small_resnets import small_resnets
 from tests.test_initial_weights import drawn
 
 NAME = f"hf-hub:{REPOSITORY}"
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "architecture": "resnet8",
     "num_classes": 1000,
     "pretrained_cfg": {
