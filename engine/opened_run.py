@@ -20,7 +20,7 @@ from loopfeed.engine.config import TrainConfig
 from loopfeed.engine.evaluation.result import EvaluationResult
 from loopfeed.engine.evaluation.run import evaluate
 from loopfeed.engine.feed.batches import EvaluationArrays, EvaluationSource
-from loopfeed.engine.inspection.show_batch import ShownBatch, show_batch
+from loopfeed.engine.inspection.show_batch import ShownBatch, show_recorded_batch
 from loopfeed.engine.objective.losses import Loss
 from loopfeed.engine.objective.metrics import Metric, PerExample
 from loopfeed.engine.parts import PartArguments
@@ -157,8 +157,9 @@ class OpenedRun:
             ValueError: the run has no such step, or as `show_batch`.
         """
         with local_copy(self.path, self._options, settings_only) as folder:
-            config = read_recorded(folder).config_at(step)
-        return show_batch(replace(config, run_dir=None, **_WITHOUT_A_FOLDER), step=step, **parts)
+            recorded = read_recorded(folder)
+        config = replace(recorded.config_at(step), run_dir=None, **_WITHOUT_A_FOLDER)
+        return show_recorded_batch(config, step, recorded.manifest_digest, parts)
 
     @called_from_python
     def evaluate(

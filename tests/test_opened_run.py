@@ -1,5 +1,6 @@
 """`open_run`: what a run recorded, as arrays, while it trains and afterwards."""
 
+import shutil
 import sys
 import time
 from dataclasses import replace
@@ -51,6 +52,20 @@ def test_everything_of_a_run_is_there_as_arrays(packed):
         run.weights(7)
     with pytest.raises(ValueError, match=r"must be a run folder, but .*/data contains no config\.json"):
         open_run(packed.data)
+
+
+def test_a_run_in_epochs_that_went_on_shows_its_images_unless_its_pack_has_changed(tmp_path):
+    pack(fake_source(12), tmp_path / "data")
+    config = TrainConfig(data=str(tmp_path / "data"), epochs=1, batch=4, run_dir=tmp_path / "run", eval_split="off")
+    train(config, model=Linear())
+    train(replace(config, epochs=2, resume=True), model=Linear())
+    run = open_run(tmp_path / "run")
+    expected = show_batch(replace(config, run_dir=None, epochs=2), step=5, model=Linear())
+    np.testing.assert_array_equal(run.batch(5, model=Linear()).images, expected.images)
+    shutil.rmtree(tmp_path / "data")
+    pack(fake_source(12, seed=3), tmp_path / "data")
+    with pytest.raises(ValueError, match="packed again with other images since: give back the old pack"):
+        run.batch(5, model=Linear())
 
 
 def test_the_images_of_a_step_are_those_that_the_run_took(packed):

@@ -250,13 +250,46 @@ def show_batch(
     if step is not None and (config.resume or step < 1):
         found = f"{step} with resume=True" if config.resume else str(step)
         raise ValueError(f"step must be an update of a new run, from 1, got {found}: leave one of them out")
-    with set_up_run(config, take_parts(parts), notify, is_dry=True, first_step=step or 1) as run:
-        if run.start.step >= run.config.steps:
-            raise ValueError(f"step must be a step of the run, 1 … {run.config.steps:,}, got {step}: choose another")
-        shown = first_batch_of(run)
+    shown = _shown(config, step, parts, notify)
     if path is not None and this_process().index == 0:
         shown.save(path)
     return shown
+
+
+def show_recorded_batch(
+    config: TrainConfig, step: int, manifest_digest: str | None, parts: PartArguments
+) -> ShownBatch:
+    """Return the batch of a step of a recorded run.
+
+    Args:
+        config: the settings in effect at the step, of which the number of steps counts, not that of epochs: a resume
+            records both.
+        step: the update, from 1.
+        manifest_digest: SHA-256 of the manifest of the images that the run was trained on, None if there is none.
+        parts: your own parts.
+
+    Raises:
+        ValueError: the run has no such step, or the images have changed.
+    """
+    return _shown(replace(config, epochs=None), step, parts, lambda _: None, manifest_digest)
+
+
+def _shown(
+    config: TrainConfig,
+    step: int | None,
+    parts: PartArguments,
+    notify: Callable[[str], None],
+    manifest_digest: str | None = None,
+) -> ShownBatch:
+    with set_up_run(config, take_parts(parts), notify, is_dry=True, first_step=step or 1) as run:
+        if manifest_digest is not None and run.data.manifest_digest != manifest_digest:
+            raise ValueError(
+                f"the images of a step are those of the pack that the run was trained on, but {config.data} has been "
+                "packed again with other images since: give back the old pack"
+            )
+        if run.start.step >= run.config.steps:
+            raise ValueError(f"step must be a step of the run, 1 … {run.config.steps:,}, got {step}: choose another")
+        return first_batch_of(run)
 
 
 def first_batch_of(run: Run) -> ShownBatch:
