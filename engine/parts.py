@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from loopfeed.engine.config import NO_CLASS_WEIGHTS, OFF, TrainConfig
-from loopfeed.engine.feed.batches import BatchFunction, BatchSource, EvaluationArrays, EvaluationSource
+from loopfeed.engine.feed.batches import BatchFunction, BatchSource, EvaluationArrays, EvaluationSource, takes_rows
 from loopfeed.engine.feed.subsets import Indices
-from loopfeed.engine.given_values import describe_given
+from loopfeed.engine.given_values import check_takes, describe_given
 from loopfeed.engine.images.augment import UserAugmentation
 from loopfeed.engine.named_parts import NamedPart, recorded_named_parts
 from loopfeed.engine.objective.losses import Loss
 from loopfeed.engine.objective.metrics import Metric, PerExample
-from loopfeed.engine.program.train_state import TrainModel
+from loopfeed.engine.program.checked_model import takes_key
+from loopfeed.engine.program.train_state import TrainModel, name_of_model
 from loopfeed.engine.settings import SettingError
 from loopfeed.engine.updates.checks import check_updates
 from loopfeed.engine.updates.schedules import Schedule
@@ -202,6 +203,48 @@ def check_parts(config: TrainConfig, parts: UserParts) -> None:
     _check_user_metrics(parts.metrics)
     check_updates(config, parts.optimizer, parts.schedule)
     _check_user_augment(parts.augment)
+    check_calls(parts)
+
+
+def check_calls(parts: UserParts) -> None:
+    """Raise ValueError if the signature of a part says that it cannot be called as the engine calls it.
+
+    An optimizer and a schedule are called when they are checked, so they need not be here.
+    """
+    model = parts.model
+    if model is not None and hasattr(model, "init") and hasattr(model, "apply"):
+        name, names = name_of_model(model), ("train", "key") if takes_key(model) else ("train",)
+        form = "(params, batch_stats, images, train), of which train is given by its name"
+        check_takes(f"init of {name}", model.init, "(key)", 0)
+        check_takes(f"apply of {name}", model.apply, form, 0, 0, 0, names=names)
+    forms: list[tuple[str, Any, tuple[str, ...]]] = [
+        ("the function batches", parts.batches, ("step", "rows") if takes_rows(parts.batches) else ("step",)),
+        ("the function indices", parts.indices, ("epoch",)),
+        ("the loss", parts.loss, ("outputs", "labels", "weights")),
+        ("augment", parts.augment, ("images", "keys")),
+    ]
+    for name, metric in (parts.metrics or {}).items():
+        if isinstance(metric, Metric):
+            what = f"of the metric {name}"
+            forms.append((f"init {what}", metric.init, ()))
+            forms.append((f"update {what}", metric.update, ("state", "outputs", "labels", "weights")))
+            forms.append((f"merge {what}", metric.merge, ("state", "state")))
+            forms.append((f"finish {what}", metric.finish, ("state",)))
+        else:
+            forms.append((f"the metric {name}", metric, ("outputs", "labels")))
+    for what, function, arguments in forms:
+        if callable(function) and not hasattr(function, "fill"):
+            check_takes(what, function, f"({', '.join(arguments)})", *arguments)
+    for what, source in (("batches", parts.batches), ("evaluation", parts.evaluation)):
+        if (fill := getattr(source, "fill", None)) is not None:
+            check_takes(
+                f"fill of the source of {what}, {type(source).__name__},",
+                fill,
+                "(batch_index, rows, pixels, labels, *, timeout_s)",
+                *(0, range(1), None, None),
+                names=("timeout_s",),
+                remedy="write only the images of these rows, a range, into the buffers",
+            )
 
 
 def _check_user_model(config: TrainConfig, model: Any) -> None:
@@ -253,7 +296,6 @@ def _check_user_batches(config: TrainConfig, batches: Any) -> None:
                 f"batches must be a function from the step to (pixels, labels), or a BatchSource; "
                 f"got {type(batches).__name__}, which cannot return the batch of a given step again"
             )
-        _check_fills("batches", batches)
         _refuse_setting(config, "data", None, "batches")
         _refuse_setting(config, "synthetic", False, "batches")
 
@@ -277,20 +319,6 @@ def _refuse_setting(config: TrainConfig, name: str, default: Any, part: str) -> 
         )
 
 
-def _check_fills(name: str, source: Any) -> None:
-    """Raise ValueError if the `fill` of a source cannot be called as `BatchSource` describes it."""
-    if (fill := getattr(source, "fill", None)) is None:
-        return
-    signature = inspect.signature(fill)
-    try:
-        signature.bind(0, range(1), None, None, timeout_s=1.0)
-    except TypeError as error:
-        raise ValueError(
-            f"the source of {name} must have fill(batch_index, rows, pixels, labels, *, timeout_s), but that of "
-            f"{type(source).__name__} takes {signature}: write only the images of these rows, a range, into the buffers"
-        ) from error
-
-
 def _check_user_evaluation(config: TrainConfig, evaluation: Any) -> None:
     if evaluation is not None and config.fold is not None and config.eval_split != OFF:
         raise SettingError(
@@ -299,7 +327,6 @@ def _check_user_evaluation(config: TrainConfig, evaluation: Any) -> None:
             "one out, or give {eval_split} off to train on the other folds only",
             found=config.fold,
         )
-    _check_fills("evaluation", evaluation)
     if evaluation is None or hasattr(evaluation, "num_batches"):
         return
     if isinstance(evaluation, tuple) and len(evaluation) == len(("pixels", "labels")):

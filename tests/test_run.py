@@ -297,7 +297,7 @@ def test_labels_are_held_to_the_models_classes_where_nothing_else_tells_them():
         ({"batches": iter([])}, "batches must be a function from the step .* got list_iterator"),
         (
             {"batches": SimpleNamespace(fill=lambda step, pixels, labels, *, timeout_s: None)},
-            r"must have fill\(batch_index, rows, pixels, labels, .* SimpleNamespace takes \(step, pixels, labels",
+            r"fill of the source of batches, SimpleNamespace, must take \(batch_index, .* takes \(step, pixels",
         ),
         ({"config": {"steps": 1}}, r"the settings must be a TrainConfig, got dict"),
         ({"config": toy_config(model="resnet8")}, "the setting model must not be given .* got 'resnet8'"),

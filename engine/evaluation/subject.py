@@ -17,7 +17,7 @@ from loopfeed.engine.feed.batches import HasSize, image_shape, largest_size, who
 from loopfeed.engine.named_parts import NAME_FORM
 from loopfeed.engine.objective.losses import Loss
 from loopfeed.engine.objective.metrics import Metric, PerExample
-from loopfeed.engine.parts import UserParts
+from loopfeed.engine.parts import UserParts, check_calls
 from loopfeed.engine.program.kernels import replace_missing_kernels
 from loopfeed.engine.program.train_state import TrainModel, init_weights, name_of_model
 from loopfeed.engine.records.trained_run import TrainedRun, describe_later_steps
@@ -95,6 +95,7 @@ def check_user_model(
         raise ValueError(
             f"{recorded.path} was trained with the registry model {recorded.model_name}: leave out the model argument"
         )
+    check_calls(UserParts(model=model))
 
 
 def check_user_loss(
@@ -114,7 +115,9 @@ def check_user_loss(
         raise ValueError(
             f"{recorded.path} was trained with the ready-made loss {recorded.config.loss}: leave out the loss argument"
         )
-    return UserParts(loss=loss, metrics=metrics)
+    parts = UserParts(loss=loss, metrics=metrics)
+    check_calls(parts)
+    return parts
 
 
 def run_subject(

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32, Key, UInt32
 
-from loopfeed.engine.given_values import describe_given
+from loopfeed.engine.given_values import describe_given, traced
 from loopfeed.engine.images.auto_augment import auto_augment
 from loopfeed.engine.images.boxes import BLOCKS_OF_BOX, Boxes, BoxRule, draw_boxes, mask_boxes
 from loopfeed.engine.images.crops import (
@@ -260,7 +260,8 @@ def apply_user_augmentation(
     Raises:
         ValueError: if the function returns anything but images of the same shape and dtype.
     """
-    found: Any = augment(images, key_of_purpose(keys, Purpose.OWN_AUGMENTATION))
+    with traced("augment"):
+        found: Any = augment(images, key_of_purpose(keys, Purpose.OWN_AUGMENTATION))
     if isinstance(found, jax.Array) and found.shape == images.shape and found.dtype == images.dtype:
         return found
     raise ValueError(

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from loopfeed.engine.feed.batches import PADDING_LABEL
 from loopfeed.engine.feed.label_form import LabelForm
-from loopfeed.engine.given_values import describe_given
+from loopfeed.engine.given_values import describe_given, traced
 from loopfeed.engine.images.augment import make_targets
 from loopfeed.engine.images.mixing import WHOLE, mix_targets, swap_partners
 from loopfeed.engine.objective.losses import (
@@ -119,9 +119,11 @@ class Objective(NamedTuple):
         self, states: dict[str, Any] | None, outputs: Any, labels: Any, weights: Float32[Array, "b"]
     ) -> dict[str, Any]:
         """Return the state of each metric with a batch added."""
-        return {
-            name: metric.update((states or {})[name], outputs, labels, weights) for name, metric in self.metrics.items()
-        }
+        found = {}
+        for name, metric in self.metrics.items():
+            with traced(f"the metric {name}"):
+                found[name] = metric.update((states or {})[name], outputs, labels, weights)
+        return found
 
     def finish_metrics(self, states: dict[str, Any] | None) -> dict[str, jax.Array]:
         """Return the value of each metric: a number, or an array of fixed shape."""
@@ -156,10 +158,10 @@ class Objective(NamedTuple):
         self, loss: Loss, outputs: Any, labels: Any, weights: Float32[Array, "b"], mix_weight: Int32[Array, "b"] | None
     ) -> Float[Array, "b"]:
         """Return the loss of each example: of a mixed image, the same mixture of the losses by both labels."""
-        own = checked_losses(loss(outputs, labels, weights), len(weights))
+        own = losses_of(loss, outputs, labels, weights)
         if mix_weight is None:
             return own
-        partners = checked_losses(loss(outputs, jax.tree.map(swap_partners, labels), weights), len(weights))
+        partners = losses_of(loss, outputs, jax.tree.map(swap_partners, labels), weights)
         share = mix_weight.astype(jnp.float32) * jnp.float32(1 / WHOLE)
         return share * without_zero_weights(own, share) + (1 - share) * without_zero_weights(partners, 1 - share)
 
@@ -168,8 +170,11 @@ CROSS_ENTROPY = Objective()
 """The objective of class numbers without metrics."""
 
 
-def checked_losses(losses: Any, num_examples: int) -> Float[Array, "{num_examples}"]:
-    """Return the result of a loss in float32; raise ValueError, while tracing, if it has another form."""
+def losses_of(loss: Loss, outputs: Any, labels: Any, weights: Float32[Array, "b"]) -> Float[Array, "b"]:
+    """Return the loss of each example in float32; raise ValueError, while tracing, if it has another form."""
+    num_examples = len(weights)
+    with traced("the loss"):
+        losses: Any = loss(outputs, labels, weights)
     is_array = hasattr(losses, "shape") and hasattr(losses, "dtype")
     if not is_array or losses.shape != (num_examples,) or not jnp.issubdtype(losses.dtype, jnp.floating):
         raise ValueError(

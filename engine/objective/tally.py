@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Float32, Int32
 from loopfeed.engine.feed.batches import PADDING_LABEL
 from loopfeed.engine.objective.losses import cross_entropy_loss
 from loopfeed.engine.objective.metrics import NO_RANK, add_compensated
-from loopfeed.engine.objective.objective import CROSS_ENTROPY, Objective, checked_losses, logits_of
+from loopfeed.engine.objective.objective import CROSS_ENTROPY, Objective, logits_of, losses_of
 
 
 class Predictions(NamedTuple):
@@ -152,7 +152,7 @@ def tally_outputs(objective: Objective, tally: Tally, outputs: Any, words: Int32
         counted = tally._replace(num_images=tally.num_images + (weights > 0).sum(dtype=jnp.int32))
     if objective.loss is not None or not objective.has_classes:
         loss = objective.loss or cross_entropy_loss
-        losses = checked_losses(loss(outputs, labels, weights), len(weights))
+        losses = losses_of(loss, outputs, labels, weights)
         summed = jnp.where(weights > 0, losses * weights, 0).sum()
         loss_sum, loss_lost = add_compensated(tally.loss_sum, tally.loss_lost, summed)
         counted = counted._replace(loss_sum=loss_sum, loss_lost=loss_lost)

@@ -1,15 +1,16 @@
 """How the programs apply a model: with the kernels and keys of the run, and checked while the program is traced."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Key, UInt32
 
 from loopfeed.engine.feed.batches import FunctionBatches, label_form_of
-from loopfeed.engine.given_values import describe_given
+from loopfeed.engine.given_values import describe_given, traced
 from loopfeed.engine.images.positions import Positions, Purpose, image_keys, key_of_purpose
 from loopfeed.engine.objective.objective import logits_of
 from loopfeed.engine.program.train_state import TrainModel, name_of_model
@@ -80,36 +81,40 @@ class CheckedModel:
                 the argument, or the labels are class numbers and the outputs no float logits [B, K] of enough classes.
         """
         keys = {"key": key} if self._takes_key else {}
-        with using_kernels(self._kernels):
+        name = name_of_model(self._model)
+        with using_kernels(self._kernels), traced(f"apply of {name}"):
             given = self._model.apply(params, batch_stats, images, train=train, **keys)
         if not isinstance(given, tuple) or len(given) != 2:
             raise ValueError(
-                f"apply must return a tuple (logits, batch_stats), but that of {name_of_model(self._model)} returned "
-                f"{describe_given(given)}: return (logits, batch_stats), with the argument batch_stats if nothing "
-                "changes it"
+                f"apply must return a tuple (logits, batch_stats), but that of {name} returned "
+                f"{describe_given(given)}: return (logits, batch_stats), "
+                "with the argument batch_stats if nothing changes it"
             )
         outputs, new_stats = given
         if label_form_of(self._source) is None:
-            logits = logits_of(outputs) if isinstance(outputs, dict) else outputs
-            self._check_logits(logits, len(images))
-            self._note_spare_logits(jnp.shape(logits)[1], train)
+            self._check_logits(outputs, len(images))
+            self._note_spare_logits(logits_of(outputs).shape[1], train)
         before, after = (jax.tree.map(_describe, tree) for tree in (batch_stats, new_stats))
         if before != after:
             raise ValueError(
                 "apply must return batch statistics with the keys, shapes and dtypes of its argument, "
-                f"but got {before} and returned {after}"
+                f"but that of {name} got {before} and returned {after}: return the argument batch_stats, or new values "
+                "for its arrays"
             )
         if not train or self.outputs is None:
             self.outputs = jax.tree.map(_shape, outputs)
         return outputs, new_stats
 
-    def _check_logits(self, logits: Any, batch: int) -> None:
-        is_array = hasattr(logits, "shape") and hasattr(logits, "dtype")
-        shape: tuple[int, ...] = logits.shape if is_array else ()
+    def _check_logits(self, outputs: Any, batch: int) -> None:
+        logits = outputs.get("logits", outputs) if isinstance(outputs, Mapping) else outputs
+        shape = logits.shape if isinstance(logits, jax.Array) else ()
         if len(shape) != 2 or shape[0] != batch or not jnp.issubdtype(logits.dtype, jnp.floating):
+            remedy = 'return (logits, batch_stats), in this order; among other outputs, logits have the key "logits"'
+            if isinstance(logits, np.ndarray):
+                remedy = "compute them from the images with jax.numpy"
             raise ValueError(
-                f"logits must be a float array [{batch}, K], but apply of {name_of_model(self._model)} returned "
-                f"{describe_given(logits)} in their place: return (logits, batch_stats)"
+                f"logits must be a float array [{batch}, K] of jax, but apply of {name_of_model(self._model)} returned "
+                f"{describe_given(logits)}{' of NumPy' * isinstance(logits, np.ndarray)} in their place: {remedy}"
             )
         if self._num_classes is not None and shape[1] < self._num_classes:
             raise SettingError(
@@ -159,4 +164,5 @@ def _shape(leaf: Any) -> Any:
 
 
 def _describe(leaf: Any) -> str:
-    return f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}"
+    is_number = hasattr(leaf, "dtype") or isinstance(leaf, int | float | complex)
+    return f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}" if is_number else type(leaf).__name__

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32
 
-from loopfeed.engine.given_values import describe_given
+from loopfeed.engine.given_values import describe_given, traced
 from loopfeed.engine.objective.patience import Patience, init_patience
 from loopfeed.engine.updates.settings import CompiledSettings
 from loopfeed.engine.updates.update import UpdateState, Weights, init_update
@@ -92,7 +92,9 @@ def init_weights(model: TrainModel, key: jax.Array) -> Weights:
     Raises:
         ValueError: if `init` does not return a pair of pytrees of arrays.
     """
-    name, drawn = name_of_model(model), model.init(key)
+    name = name_of_model(model)
+    with traced(f"init of {name}"):
+        drawn = model.init(key)
     if isinstance(drawn, Mapping) and "params" in drawn:
         others = ", ".join(sorted(str(each) for each in drawn if each != "params")) or "nothing else"
         raise ValueError(

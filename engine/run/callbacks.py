@@ -4,6 +4,7 @@ Owns the order of the calls and the identity of the requests. Does not depend on
 a request does in the program.
 """
 
+import inspect
 import numbers
 import queue
 from collections.abc import Iterable, Sequence
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 from loopfeed.engine.config import TrainConfig
 from loopfeed.engine.control.board import ControlBoard
 from loopfeed.engine.control.request import CALLBACK_ORIGIN, ControlEvent, ControlRequest
+from loopfeed.engine.given_values import check_takes
 from loopfeed.engine.run.result import TrainResult
 from loopfeed.engine.settings import is_number
 from loopfeed.engine.stream.function_sink import RecordFunction
@@ -199,11 +201,12 @@ def as_callback(given: Callback | RecordFunction) -> Callback:
         ValueError: it is neither, or has a method `on_…` that is never called.
     """
     if isinstance(given, Callback):
-        _check_methods(type(given))
+        _check_methods(given)
         return given
     if isinstance(given, type):
         raise ValueError(f"a callback must be an object, got the class {given.__name__}: give {given.__name__}()")
     if callable(given):
+        check_takes("a callback that is a function", given, "(record)", 0)
         return _FunctionCallback(given)
     raise ValueError(
         f"a callback must be a loopfeed.Callback or a function of a record, got {type(given).__name__}: derive its "
@@ -211,9 +214,13 @@ def as_callback(given: Callback | RecordFunction) -> Callback:
     )
 
 
-def _check_methods(kind: type[Callback]) -> None:
-    """Raise ValueError if a class of callbacks has a public method `on_…` that `Callback` does not have."""
+def _check_methods(given: Callback) -> None:
+    """Raise ValueError if `Callback` has no such public method `on_…`, or one with other arguments."""
+    kind = type(given)
     known = [name for name in dir(Callback) if name.startswith("on_")]
+    for name in known:
+        takes = [*inspect.signature(getattr(Callback, name)).parameters][1:]
+        check_takes(f"{kind.__name__}.{name}", getattr(given, name), f"({', '.join(takes)})", *takes)
     for name in dir(kind):
         if name.startswith("on_") and name not in known and callable(getattr(kind, name, None)):
             raise ValueError(

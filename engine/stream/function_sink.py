@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
+from loopfeed.engine.given_values import check_takes
 from loopfeed.engine.stream.sinks import EvaluationRecord, LossRecord, Sink
 
 type RecordFunction = Callable[[LossRecord | EvaluationRecord], Any]
@@ -57,8 +58,11 @@ def as_sink(given: Sink | RecordFunction) -> Sink:
         raise ValueError(f"a sink must be an object, got the class {given.__name__}: give {given.__name__}()")
     missing = [name for name in _METHODS if not callable(getattr(given, name, None))]
     if not missing:
+        for name in ("write", "write_evaluation"):
+            check_takes(f"{type(given).__name__}.{name}", getattr(given, name), "(record)", 0)
         return cast(Sink, given)
     if callable(given) and "write" in missing:
+        check_takes("a sink that is a function", given, "(record)", 0)
         return FunctionSink(given)
     raise ValueError(
         f"a sink must be a function of a record, or have {', '.join(_METHODS)}, got {type(given).__name__}, which has "

@@ -13,6 +13,7 @@ import optax
 from jax.extend.core import Literal
 from jaxtyping import Array, Float, Float32
 
+from loopfeed.engine.given_values import describe_given, untraceable
 from loopfeed.engine.patterns import Group
 from loopfeed.engine.updates.optim import in_float32
 from loopfeed.engine.updates.selection import dotted_path, groups_of, scale_leaves
@@ -54,7 +55,9 @@ def make_user_optimizer(
 
     def update(updates: Any, state: Any, params: Any = None, *, value: Float[Array, ""]) -> tuple[Any, Any]:
         updates, _ = clip.update(updates, optax.EmptyState(), params)
-        updates, moved = _update(inner, updates, state, params, value)
+        gradients = updates
+        updates, moved = _update(inner, gradients, state, params, value)
+        _check_updates(gradients, updates)
         _check_form(state, moved)
         # Stored, so that the caller, who chooses between them, reads both instead of computing them a second time.
         updates, moved = materialize((updates, moved))
@@ -127,26 +130,64 @@ def _transformation(own: UserOptimizer, learning_rate: jax.Array) -> optax.Gradi
 
 def _init(inner: optax.GradientTransformation, params: Any) -> Any:
     try:
-        return inner.init(params)
+        state = inner.init(params)
     except Exception as error:
         raise ValueError(
             f"the optimizer's init(params) failed with {first_line(error)}: it is given the trained parameters as the "
             "model's own pytree; transformations that need them in another form are not supported, so choose another"
         ) from error
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        if not hasattr(leaf, "dtype") and not isinstance(leaf, int | float | complex):
+            where = dotted_path(path) or "the state"
+            raise ValueError(
+                "the optimizer's init(params) must return a pytree of arrays as its state, but returned "
+                f"{type(leaf).__name__} as {where}: leave it out, or make it an array"
+            )
+    return state
 
 
 def _update(inner: optax.GradientTransformation, gradients: Any, state: Any, params: Any, loss: jax.Array) -> Any:
     # Some of optax's transformations, such as `contrib.reduce_on_plateau`, read the loss.
     extra = {"value": loss} if _takes_value(inner) else {}
     try:
-        return inner.update(gradients, state, params, **extra)
+        given: Any = inner.update(gradients, state, params, **extra)
     except Exception as error:
+        if (refusal := untraceable("the optimizer's update", error)) is not None:
+            raise refusal from error
         raise ValueError(
             f"the optimizer's update failed with {first_line(error)}: it is given the gradients, its state, the "
             "parameters as the model's own pytree and, as value, the loss; transformations that need more (line "
             "searches, optax.contrib.sam in opaque mode) or other parameters (optax.lookahead) are not supported, so "
             "choose another"
         ) from error
+    if not isinstance(given, tuple | list) or len(given) != len(("updates", "state")):
+        raise ValueError(
+            "the optimizer's update(gradients, state, params) must return a tuple (updates, state), but returned "
+            f"{describe_given(given)}: return these two, in this order, with the argument state if nothing changes it"
+        )
+    return given
+
+
+def _check_updates(gradients: Any, updates: Any) -> None:
+    """Raise ValueError if updates have not the structure and shapes of the gradients, or are no floats."""
+    rule = "the optimizer's update(gradients, state, params) must return updates like the gradients, "
+    before, after = (jax.tree_util.tree_leaves_with_path(tree) for tree in (gradients, updates))
+    forms: list[Any] = [jax.tree.structure(tree) for tree in (gradients, updates)]
+    if forms[0] != forms[1]:
+        both = [{dotted_path(path): None for path, _ in leaves} for leaves in (before, after)]
+        only = [path for path in both[0] | both[1] if path and (path in both[0]) != (path in both[1])]
+        raise ValueError(
+            f"{rule}the same pytree, but for {describe_given(gradients)} returned {describe_given(updates)}"
+            + (f", and {only[0]} is in one of them only" if only else "")
+            + ": make them with jax.tree.map(…, gradients)"
+        )
+    for (path, gradient), (_, update) in zip(before, after, strict=True):
+        if jnp.shape(update) != gradient.shape or not jnp.issubdtype(jnp.result_type(update), jnp.floating):
+            raise ValueError(
+                f"{rule}floats of the same shapes, but for {dotted_path(path) or 'a gradient'}, "
+                f"{describe_given(gradient)}, returned {describe_given(update)}: return a float for each number of the "
+                "gradient, for example with jnp.broadcast_to"
+            )
 
 
 def _takes_value(inner: optax.GradientTransformation) -> bool:
@@ -167,7 +208,10 @@ def _check_form(before: Any, after: Any) -> None:
     old, new = (jax.tree_util.tree_leaves_with_path(state) for state in (before, after))
     forms: list[Any] = [jax.tree.structure(state) for state in (before, after)]
     if forms[0] != forms[1]:
-        raise ValueError("the state of an optimizer must keep its structure, but an update changes it")
+        raise ValueError(
+            "the state of an optimizer must keep its structure, but an update changes it: return the state in the form "
+            "in which init(params) returned it"
+        )
     for (path, was), (_, now) in zip(old, new, strict=True):
         if (was.shape, was.dtype) != (now.shape, now.dtype):
             raise ValueError(
