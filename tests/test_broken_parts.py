@@ -73,7 +73,7 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     # What apply returns
     "swapped": (
         returning(lambda logits, stats: (stats, logits)),
-        r"logits must be a float array \[8, K\] of jax, but apply of Net returned a dict with the keys batches in "
+        r"logits must be a float array \[8, K\], but apply of Net returned a dict with the keys batches in "
         r"their place: return \(logits, batch_stats\), in this order; among other outputs, logits have the key",
     ),
     "NumPy's logits": (

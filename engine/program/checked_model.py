@@ -113,7 +113,7 @@ class CheckedModel:
             if isinstance(logits, np.ndarray):
                 remedy = "compute them from the images with jax.numpy"
             raise ValueError(
-                f"logits must be a float array [{batch}, K] of jax, but apply of {name_of_model(self._model)} returned "
+                f"logits must be a float array [{batch}, K], but apply of {name_of_model(self._model)} returned "
                 f"{describe_given(logits)}{' of NumPy' * isinstance(logits, np.ndarray)} in their place: {remedy}"
             )
         if self._num_classes is not None and shape[1] < self._num_classes:

@@ -19,8 +19,8 @@ RECORDED = "kernels"
 """The key of oneDNN's version and instruction sets in the resolved part of `config.json`."""
 _CPU = "cpu"
 _ELSEWHERE = (
-    ". Go on where they can be used, or start another run from its weights: --init-from with its model.safetensors or, "
-    "before its end, with the file that export-model RUN FILE --snapshot best writes"
+    ". Go on where they can be used, or start another run from its weights: --init-from RUN, or "
+    "RUN@best or RUN@STEP for one of its snapshots"
 )
 
 

@@ -175,7 +175,7 @@ def check_cycle(config: TrainConfig, steps_done: int, *, is_new: bool) -> None:
     raise ValueError(
         f"a run with an appended cycle must be resumed from step {config.cycle_start_steps:,}, at which the cycle "
         f"begins, or later, but its newest readable snapshot is of step {steps_done:,}: restore a later one, or start "
-        "another run"
+        "another run from its weights (--init-from RUN with another --run-dir)"
     )
 
 

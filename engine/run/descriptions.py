@@ -115,8 +115,8 @@ def check_rules(rules: Mapping[str, int], recorded: Mapping[str, Any]) -> None:
             was, now = _CHANGED_RULES[name][1:]
             raise ValueError(
                 f"a resumed or replayed run must keep its rules, but {name} has changed since the version that made "
-                f"this run: then it {was}, now it {now}. Start another run from its weights (--init-from with its "
-                "model.safetensors), or install that version"
+                f"this run: then it {was}, now it {now}. Start another run from its weights (--init-from RUN), "
+                "or install that version"
             )
 
 
