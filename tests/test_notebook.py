@@ -49,6 +49,31 @@ class Slow(CountedBatches):
         return super().__call__(step)
 
 
+def test_one_thread_shows_a_run_at_a_time(monkeypatch):
+    monkeypatch.setattr("loopfeed.engine.run.notebook._DRAWN_EVERY_S", 0.0)
+    guard, shown = threading.Lock(), list[bool]()
+
+    def publish(_, is_update):
+        assert guard.acquire(blocking=False)
+        time.sleep(0.01)
+        shown.append(is_update)
+        guard.release()
+
+    display = NotebookDisplay(publish)
+    failures: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", failures.append)
+    talkers = [threading.Thread(target=lambda: [display.say("a") for _ in range(5)]) for _ in range(3)]
+    for each in talkers:
+        each.start()
+    for step in range(1, 301):
+        display.write(LossRecord(step, 1.0, 0.1, 1.0, 0.0, float(step)))
+    for each in talkers:
+        each.join(60)
+    display.close()
+    assert (failures, shown[0], all(shown[1:])) == ([], False, True)
+    assert display._bins.part("count", "step").sum() == 300
+
+
 def test_a_notebook_has_one_output_that_is_updated_in_place_and_little(shown, capfd):
     result = train(
         toy_config(steps=300, eval_every_steps=100), model=Linear(), batches=toy_batch, evaluation=toy_batch(9)

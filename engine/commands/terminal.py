@@ -3,6 +3,7 @@
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -82,9 +83,10 @@ class ProgressSink:
     def describe_run(self, description: RunDescription) -> None:
         """Begin with the best evaluation of the launches before."""
         if description.run_dir is not None:
-            for record in EvaluationLog(description.run_dir / EVALUATION_LOG).read():
-                if record.step <= description.step:
-                    self._compare(record)
+            with suppress(OSError):  # only what is shown depends on it
+                for record in EvaluationLog(description.run_dir / EVALUATION_LOG).read():
+                    if record.step <= description.step:
+                        self._compare(record)
 
     def open(self) -> None:
         """Start drawing the progress line."""

@@ -32,7 +32,8 @@ from loopfeed.preprocess.system_errors import error_text
 # Drawing takes some milliseconds, and what is sent some kilobytes, each time.
 _DRAWN_EVERY_S = 0.5
 _NUM_BINS = 256
-_NUM_ADDED = 64
+# How long one thread waits for another that draws; what it has to show is then shown later, if at all.
+_DRAWN_WITHIN_S = 1.0
 _SMOOTHED_STEPS = 50
 _MOST_NOTICES = 50
 _CHART_HEIGHT = 120
@@ -74,7 +75,8 @@ class NotebookDisplay:
     def __init__(self, publish: Publish, *, at_once: bool = False) -> None:
         self._publish, self._drawn_s, self._is_shown = publish, -math.inf, False
         self._title, self._step, self._steps, self._first_step = "starting", 0, 0, 0
-        self._bins, self._added = BinnedLog(_NUM_BINS), list[LossRecord]()
+        self._guard = threading.Lock()  # messages come from other threads than records
+        self._bins, self._added = BinnedLog(_NUM_BINS), deque[LossRecord]()
         self._recent: deque[LossRecord] = deque(maxlen=_SMOOTHED_STEPS)
         self._evaluations: list[EvaluationRecord] = []
         self._notices: deque[str] = deque(maxlen=_MOST_NOTICES)
@@ -103,8 +105,6 @@ class NotebookDisplay:
         self._title, self._step, self._evaluating = "training", record.step, None
         self._recent.append(record)
         self._added.append(record)
-        if len(self._added) >= _NUM_ADDED:
-            self._add()
         self._draw_in_time()
 
     def write_evaluation(self, record: EvaluationRecord) -> None:
@@ -139,16 +139,23 @@ class NotebookDisplay:
 
     def _draw_in_time(self) -> None:
         if time.monotonic() - self._drawn_s >= _DRAWN_EVERY_S:
-            self._draw()
+            self._draw(0.0)
 
     def _add(self) -> None:
         """Add the newest steps to the curve."""
-        added, self._added = self._added, []
-        if added:
+        if added := [self._added.popleft() for _ in range(len(self._added))]:
             columns = {name: np.array([getattr(each, name) for each in added], np.float64) for name in ("step", "loss")}
             self._bins.add(columns)
 
-    def _draw(self) -> None:
+    def _draw(self, limit_s: float = _DRAWN_WITHIN_S) -> None:
+        if not self._guard.acquire(timeout=limit_s):
+            return
+        try:
+            self._show()
+        finally:
+            self._guard.release()
+
+    def _show(self) -> None:
         self._drawn_s = time.monotonic()
         self._add()
         title, facts = self._title, self._facts()
