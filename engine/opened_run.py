@@ -31,9 +31,8 @@ from loopfeed.engine.records.run_folder import SNAPSHOTS
 from loopfeed.engine.records.run_summary import RunState, RunSummary, summarise_run
 from loopfeed.engine.records.saved_weights import SavedWeights, weights_as_pytrees
 from loopfeed.engine.records.snapshot import snapshot_steps
-from loopfeed.engine.records.snapshot_weights import find_best
-from loopfeed.engine.records.stored.reading import every_file, local_copy, logs_only, settings_only, with_weights
-from loopfeed.engine.records.trained_run import check_folder, read_run, run_settings
+from loopfeed.engine.records.stored.reading import every_file, local_copy, logs_only, settings_only
+from loopfeed.engine.records.trained_run import check_folder, reading_run, run_settings
 from loopfeed.engine.run.result import describe_evaluations
 from loopfeed.engine.stream.sinks import EvaluationRecord
 from loopfeed.preprocess.storage_options import is_url
@@ -139,9 +138,8 @@ class OpenedRun:
         Raises:
             ValueError: there are no such weights, or they have changed since they were written.
         """
-        with local_copy(self.path, self._options, with_weights(snapshot)) as folder:
-            step = find_best(folder, None, notify) if snapshot == "best" else snapshot
-            return weights_as_pytrees(read_run(folder, step).weights, self.path)
+        with reading_run(self.path, snapshot, notify, storage_options=self._options) as (found, _):
+            return weights_as_pytrees(found.weights, self.path)
 
     @called_from_python
     def batch(self, step: int = 1, **parts: Unpack[PartArguments]) -> ShownBatch:

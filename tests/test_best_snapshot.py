@@ -164,7 +164,7 @@ def test_the_weights_of_the_last_step_are_the_file_of_the_run_byte_for_byte(run,
     [
         (["run", "--snapshot", "3", "x"], "there is no snapshot"),
         (["run", "--snapshot", "x", "x"], "must be a step or best, got x: give the number of a kept snapshot"),
-        (["run", "--snapshot", "10", "--metric", "loss", "x"], "--metric can be given only with --snapshot best"),
+        (["run", "--snapshot", "10", "--metric", "loss", "x"], "--metric can be given only with the snapshot best, got 10"),
         (["run", "--snapshot", "best", "--metric", "error:min", "x"], "none has error in eval.jsonl: choose a step"),
         (["run", "--snapshot", "10", "no/x"], "OUT must be in an existing folder, but no is missing: create it"),
         (["nowhere", "--snapshot", "10", "x"], "RUN must be a run folder, but nowhere does not exist"),

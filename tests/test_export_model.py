@@ -319,6 +319,9 @@ def test_a_snapshot_is_exported_and_a_suffix_chooses_the_format(run, tmp_path):
     done = export_model(run, tmp_path / "w.safetensors", snapshot=2)
     assert (done.step, done.format) == (2, "safetensors")
     assert export_model(tmp_path / "w.safetensors", tmp_path / "again.safetensors").digest == done.digest
+    assert export_model(f"{run}@2", tmp_path / "at.safetensors").digest == done.digest
+    with pytest.raises(ValueError, match=r"one snapshot of .* can be given, got 2 and best: leave one out"):
+        export_model(f"{run}@2", tmp_path / "b.onnx", snapshot="best")
     for out, message in (
         ("w.pt", r"OUT must end in \.safetensors, \.onnx or \.stablehlo, or have no suffix .* or give --format"),
         ("w.zip", "OUT must end in"),
@@ -361,6 +364,8 @@ def test_a_file_outside_is_written_and_replaced_only_on_request(run, tmp_path):
         export_model(run, out, snapshot=2, format="safetensors")
     out.write_text("damaged")
     assert export_model(run, out, snapshot=2, format="safetensors", overwrite=True).digest == digest
+    with pytest.raises(ValueError, match="OUT must not be in the folder of a run"):
+        export_model(out, run / "w.safetensors")
     with pytest.raises(ValueError, match="OUT must not be in the folder of a run"):
         export_model(run, run.parent / "run" / ".." / "run" / "x", snapshot=2, format="safetensors")
 

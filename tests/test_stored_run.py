@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -33,6 +34,7 @@ from tests.fake_source import files_of
 from tests.toy import Linear, toy_batch, toy_config
 
 EVALUATED = toy_batch(10_000, batch=20)
+PIXELS = np.zeros((2, 4, 4, 3), np.uint8)
 pytestmark = pytest.mark.timeout(120)
 
 
@@ -109,6 +111,13 @@ def test_a_run_in_a_store_is_resumed_and_read_there(tmp_path, url, whole):
         records = [loopfeed.evaluate(each, **parts, notify=said.append).record for each in (stored, local)]
         assert replace(records[0], time=0.0) == replace(records[1], time=0.0)
     assert f"weights: {url}, linear after 16 steps" in said
+    said.clear()
+    for given in (url, f"{url}@16"):
+        assert loopfeed.predict(given, PIXELS, model=Linear(), notify=said.append).labels.shape == (2, 3)
+    assert [each for each in said if "weights: " in each or "loopfeed-" in each] == [
+        f"weights: {url}, linear after 16 steps",
+        f"weights: {url}, linear after 16 steps (a snapshot)",
+    ]
     assert loopfeed.replay_run(url, from_step=8, batches=toy_batch, **parts).is_same
     done = export_model(url, tmp_path / "stored.safetensors", snapshot=16)
     assert done.digest == export_model(whole, tmp_path / "local.safetensors", snapshot=16).digest

@@ -96,8 +96,6 @@ def main(
     with ending("export-model", "stopped; nothing was written", traceback=traceback):
         from loopfeed.engine.export.export import export_model
 
-        if metric is not None and snapshot != "best":
-            raise ValueError(f"--metric can be given only with --snapshot best, got {_given(snapshot)}: leave it out")
         is_run = Path(run).is_dir()
         named = load_user_parts(take_part_names(options, {"model": None})) if is_run else None
         done = export_model(
@@ -118,7 +116,3 @@ def main(
             f"{printable(done.path)}: {done.format}, the weights{after}, {done.num_bytes / 1e6:,.1f} MB "
             f"(sha256 {done.digest[:12]})"
         )
-
-
-def _given(snapshot: int | None) -> str:
-    return "none" if snapshot is None else f"--snapshot {snapshot}"

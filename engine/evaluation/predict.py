@@ -127,7 +127,7 @@ class Predictor:
         self.classes = opened.classes
         self._opened, self._notify, self._rule = opened, notify, dict(resize_rule or {})
         self._decoder: PhotographDecoder | None = None
-        self._programs = Programs(opened, model, mean, std, notify, is_chosen=snapshot is not None)
+        self._programs = Programs(opened, model, mean, std, notify)
         self._pool = Pool(opened.config.reader_threads or 1, "photographs")
         weakref.finalize(self, self._pool.close).atexit = False  # its threads end with this object
 

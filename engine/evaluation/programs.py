@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -31,7 +30,7 @@ from loopfeed.engine.evaluation.subject import (
     check_user_model,
     describe_weights_of,
     file_subject,
-    registry_name_of,
+    read_weights_file,
     run_subject,
 )
 from loopfeed.engine.feed.batches import Pixels
@@ -42,21 +41,16 @@ from loopfeed.engine.program.checked_model import CheckedModel
 from loopfeed.engine.program.evaluate_split import mean_of_halves
 from loopfeed.engine.program.kernels import refuse_missing_kernels, settle_kernels
 from loopfeed.engine.program.train_state import TrainModel
-from loopfeed.engine.records.given_weights import FILE_SUFFIXES, read_given_weights, rename_head
-from loopfeed.engine.records.run_folder import CONFIG
-from loopfeed.engine.records.snapshot_weights import find_best
-from loopfeed.engine.records.stored.reading import local_copy, naming_in, with_weights
-from loopfeed.engine.records.timm_config import is_config_of_timm
-from loopfeed.engine.records.trained_run import TrainedRun, read_run
+from loopfeed.engine.records.given_weights import find_run
+from loopfeed.engine.records.stored.reading import naming, naming_in
+from loopfeed.engine.records.trained_run import TrainedRun, reading_run
 from loopfeed.engine.records.weights import StoredWeights
 from loopfeed.engine.records.weights_metadata import IMAGE_SIZE, MEAN, STD, check_metadata, classes_of
 from loopfeed.engine.run.program_settings import compiled_settings
 from loopfeed.engine.settings import SettingError
 from loopfeed.engine.updates.update import Weights
-from loopfeed.models.registry import find_network
 from loopfeed.preprocess.control_groups import num_cores
 from loopfeed.preprocess.shards.classes import ImageClass
-from loopfeed.preprocess.storage_options import is_url
 
 # Of a caller with arrays of ever other sizes, only the programs for the last few sizes are kept.
 _MOST_GEOMETRIES = 8
@@ -80,7 +74,7 @@ class OpenedWeights(NamedTuple):
     """The weights to classify with, and the settings.
 
     Attributes:
-        path: of the file or of the run folder.
+        path: what the user named.
         stored: the weights.
         recorded: the run that they are from, None for a file.
         config: the settings of the evaluation.
@@ -110,31 +104,23 @@ def open_weights(
 ) -> OpenedWeights:
     """Read the weights of a run or of a file; the arguments are those of `loopfeed.Predictor`."""
     given = dict(settings or {})
-    if not _is_run(run_or_file):
+    if (run := find_run(run_or_file, snapshot)) is None:
         return _open_file(os.fspath(run_or_file), given, model, mean, std, snapshot, notify, storage_options)
-    with local_copy(run_or_file, storage_options, with_weights(snapshot)) as folder:
-        say = naming_in(notify, folder, run_or_file)
-        step = find_best(folder, None, say) if snapshot == "best" else snapshot
-        recorded = read_run(folder, step)
+    where, snapshot = run
+    with reading_run(where, snapshot, notify, storage_options=storage_options) as (recorded, say):
         for name, value in {"model": given.get("model"), "mean": mean, "std": std}.items():
             if value is not None:
                 raise SettingError(
                     name,
                     "{setting} can be given only with a weights file, got the run {path} instead: leave {setting} out",
-                    path=run_or_file,
+                    path=where,
                 )
         config = replace(recorded.config, **at_one_size(given))
         if (line := recorded.record.describe_replaced(config, _OF_USER, _OF_USER)) is not None:
             say(line)
         check_user_model(recorded, model, function="loopfeed.predict", command="predict-images")
-        return OpenedWeights(os.fspath(folder), recorded.weights, recorded, _settled(config, given))
-
-
-def _is_run(given: str | os.PathLike[str]) -> bool:
-    text = os.fspath(given)
-    if is_url(text):
-        return not text.endswith(FILE_SUFFIXES)
-    return Path(text).is_dir() and not is_config_of_timm(Path(text) / CONFIG)
+        describe_weights_of(recorded, say, is_chosen=snapshot is not None)
+        return OpenedWeights(where, recorded.weights, recorded, _settled(config, given))
 
 
 def _open_file(
@@ -149,12 +135,8 @@ def _open_file(
 ) -> OpenedWeights:
     if snapshot is not None:
         raise ValueError(f"a snapshot can be given only with a run, got the file {name}: give the folder of the run")
-    found = read_given_weights(name, storage_options)
     config = _settled(replace(TrainConfig(), **at_one_size(given)), given)
-    network = None if model is not None else registry_name_of(name, found.stored, config)
-    stored, notes, _ = found if network is None else rename_head(found, find_network(network).head)
-    for note in notes:
-        notify(f"weights: {note}")
+    stored = read_weights_file(name, config, notify, storage_options, is_of_registry=model is None)
     given_scale = {key for key, value in ((MEAN, mean), (STD, std)) if value is not None}
     given_size = {IMAGE_SIZE} if given.get("image_size") is not None else set()
     check_metadata(stored.metadata, name, given=given_scale | given_size)
@@ -189,7 +171,6 @@ class Programs:
         model: your own model, if the run trained one.
         mean, std: of a file, see `loopfeed.Predictor`.
         notify: called with one-line messages about the weights.
-        is_chosen: whether the user chose a snapshot.
     """
 
     def __init__(
@@ -199,11 +180,9 @@ class Programs:
         mean: Channels | None,
         std: Channels | None,
         notify: Callable[[str], None],
-        *,
-        is_chosen: bool = False,
     ) -> None:
         self._opened, self._model, self._mean, self._std = opened, model, mean, std
-        self._notify, self._is_chosen = notify, is_chosen
+        self._notify = notify
         self._guard = threading.Lock()
         self._subjects: dict[Geometry, Subject] = {}  # guarded by _guard, as is the following
         self._programs: dict[tuple[Geometry, int], _Ready] = {}
@@ -262,8 +241,10 @@ class Programs:
             unchecked = " (no digest: unchecked)" if stored.digest is None else ""
             self._notify(f"weights: {path}, {found.name}{unchecked}")
         else:
-            found = run_subject(recorded, config, self._model, geometry, self._notify, remedy)
-            describe_weights_of(recorded, found, self._notify, is_chosen=self._is_chosen)
+            # The copy of a stored run is gone, and so is its name.
+            with naming(recorded.path, path):
+                say = naming_in(self._notify, recorded.path, path)
+                found = run_subject(recorded, config, self._model, geometry, say, remedy)
         self._subjects[geometry] = found
         if len(self._subjects) > _MOST_GEOMETRIES:
             oldest = next(iter(self._subjects))

@@ -29,6 +29,7 @@ from loopfeed.engine.evaluation.subject import (
     check_user_model,
     describe_weights_of,
     file_subject,
+    read_weights_file,
     registry_name_of,
     run_subject,
     with_recorded_loss,
@@ -41,14 +42,10 @@ from loopfeed.engine.objective.tally import Tally, count_top5
 from loopfeed.engine.owners import OF_AN_EVALUATION, storage_options_of
 from loopfeed.engine.parts import NO_PARTS, UserParts
 from loopfeed.engine.program.train_state import TrainModel
-from loopfeed.engine.records.given_weights import read_given_weights, rename_head
-from loopfeed.engine.records.snapshot_weights import find_best
-from loopfeed.engine.records.stored.reading import local_copy, naming_in, with_weights
-from loopfeed.engine.records.trained_run import read_run
+from loopfeed.engine.records.trained_run import reading_run
 from loopfeed.engine.records.weights_metadata import classes_of, num_classes_in
 from loopfeed.engine.settings import SettingError
 from loopfeed.engine.stream.sinks import EvaluationRecord
-from loopfeed.models.registry import find_network
 from loopfeed.models.torchvision_names import num_classes_of
 
 
@@ -100,9 +97,7 @@ def evaluate(
     """
     place = _folder_of(run)
     options = storage_options_of(run) if isinstance(run, TrainConfig) else None
-    with local_copy(place, options, with_weights(snapshot)) as folder:
-        step = find_best(folder, None, notify) if snapshot == "best" else snapshot
-        recorded, notify = read_run(folder, step), naming_in(notify, folder, place)
+    with reading_run(place, snapshot, notify, storage_options=options) as (recorded, notify):
         config = run if isinstance(run, TrainConfig) else recorded.config
         if config is not run and (
             line := recorded.record.describe_replaced(config, OF_AN_EVALUATION, OF_AN_EVALUATION)
@@ -119,7 +114,7 @@ def evaluate(
                 trained_on = data_of_run(recorded)
                 data = open_evaluation_split(config, trained_on, stack, notify, has_user_loss=loss is not None)
             subject = run_subject(recorded, config, model, data.source, notify)
-            describe_weights_of(recorded, subject, notify, is_chosen=snapshot is not None)
+            describe_weights_of(recorded, notify, is_chosen=snapshot is not None)
             return _count(subject, data, board, parts, per_class=per_class, predictions=predictions, notify=notify)
 
 
@@ -152,11 +147,8 @@ def evaluate_weights(
         ValueError, KeyboardInterrupt, BaseException: as in `evaluate`.
     """
     file = os.fspath(path)
-    given = read_given_weights(file, storage_options_of(config))
-    name = None if model is not None else registry_name_of(file, given.stored, config)
-    stored, changes, _ = given if name is None else rename_head(given, find_network(name).head)
-    for change in changes:
-        notify(f"weights: {change}")
+    stored = read_weights_file(file, config, notify, storage_options_of(config), is_of_registry=model is None)
+    name = None if model is not None else registry_name_of(file, stored, config)
     config = with_recorded_loss(config, stored.metadata, file)
     board = ControlBoard()
     with StopSignals(board, ignore_message), ExitStack() as stack:

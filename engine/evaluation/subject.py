@@ -20,6 +20,7 @@ from loopfeed.engine.objective.metrics import Metric, PerExample
 from loopfeed.engine.parts import UserParts, check_calls
 from loopfeed.engine.program.kernels import replace_missing_kernels
 from loopfeed.engine.program.train_state import TrainModel, init_weights, name_of_model
+from loopfeed.engine.records.given_weights import read_given_weights, rename_head
 from loopfeed.engine.records.trained_run import TrainedRun, describe_later_steps
 from loopfeed.engine.records.weights import StoredWeights, place_tensors
 from loopfeed.engine.records.weights_metadata import (
@@ -213,16 +214,15 @@ def at_one_size(given: Mapping[str, Any]) -> dict[str, Any]:
     return {"eval_image_size": None, **given} if "image_size" in given else dict(given)
 
 
-def describe_weights_of(
-    recorded: TrainedRun, subject: Subject, notify: Callable[[str], None], *, is_chosen: bool
-) -> None:
+def describe_weights_of(recorded: TrainedRun, notify: Callable[[str], None], *, is_chosen: bool) -> None:
     """Say which weights of a run are used; `is_chosen` is whether the user chose a snapshot."""
-    what = f"weights: {recorded.path}, {subject.name} after {quantity(subject.step, 'step')}"
+    step = steps_in(recorded.weights.metadata)
+    what = f"weights: {recorded.path}, {recorded.model_name} after {quantity(step, 'step')}"
     if recorded.snapshot_step is not None:
         notify(f"{what} (a snapshot" + (")" if is_chosen else ", the newest: the run has written no weights yet)"))
         return
     notify(what + (" (no digest: unchecked)" if recorded.weights.digest is None else ""))
-    if (notice := describe_later_steps(recorded.path, subject.step)) is not None:
+    if (notice := describe_later_steps(recorded.path, step)) is not None:
         notify(notice)
 
 
@@ -254,6 +254,30 @@ def registry_name_of(path: str, stored: StoredWeights, config: TrainConfig) -> s
     except UnknownModelError as error:
         raise unknown_model(error) from None
     return name
+
+
+def read_weights_file(
+    name: str,
+    config: TrainConfig,
+    notify: Callable[[str], None],
+    storage_options: Mapping[str, str] | None = None,
+    *,
+    is_of_registry: bool = True,
+) -> StoredWeights:
+    """Read weights that are no run, as the setting `model` names their network or, if that is "auto", they themselves.
+
+    Args:
+        name, storage_options: as `read_given_weights` takes them.
+        config: the settings.
+        notify: called with a line about each change while reading.
+        is_of_registry: whether the network is one of the registry, whose names the tensors then get.
+    """
+    found = read_given_weights(name, storage_options)
+    if is_of_registry:
+        found = rename_head(found, find_network(registry_name_of(name, found.stored, config)).head)
+    for note in found.notes:
+        notify(f"weights: {note}")
+    return found.stored
 
 
 def _build(name: str, num_classes: int | None, config: TrainConfig, crop: int | None, source: HasSize) -> TrainModel:
@@ -364,9 +388,9 @@ def _crop_of_file(
     remedy: str,
 ) -> int | None:
     least = largest_size(source)
-    if config.image_size is not None and config.image_size > least:
-        raise _too_large(config.image_size, source, remedy)
     if config.image_size is not None:
+        if config.image_size > least:
+            raise _too_large(config.image_size, source, remedy)
         return config.image_size
     height, width = image_size_in(stored.metadata.get(IMAGE_SIZE, "")) or (0, 0)
     if height > least:

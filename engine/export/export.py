@@ -9,7 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
-from loopfeed.engine.evaluation.subject import check_user_model
+from loopfeed.engine.config import TrainConfig
+from loopfeed.engine.evaluation.subject import check_user_model, read_weights_file
 from loopfeed.engine.export.exported_model import ExportedModel, export_run, export_weights_file
 from loopfeed.engine.export.onnx_file import onnx_file
 from loopfeed.engine.export.stablehlo_file import stablehlo_file
@@ -17,15 +18,13 @@ from loopfeed.engine.export.timm_folder import CONFIG as TIMM_CONFIG
 from loopfeed.engine.export.timm_folder import WEIGHTS as TIMM_WEIGHTS
 from loopfeed.engine.export.timm_folder import timm_files
 from loopfeed.engine.program.train_state import TrainModel
-from loopfeed.engine.records.given_weights import read_given_weights
+from loopfeed.engine.records.given_weights import find_run
 from loopfeed.engine.records.run_folder import CONFIG, LOSS_LOG
-from loopfeed.engine.records.snapshot_weights import find_best
-from loopfeed.engine.records.stored.reading import local_copy, naming_in, with_weights
-from loopfeed.engine.records.timm_config import is_config_of_timm
-from loopfeed.engine.records.trained_run import check_has_weights, read_run
+from loopfeed.engine.records.trained_run import reading_run
 from loopfeed.engine.records.weights import weights_file
 from loopfeed.engine.records.weights_metadata import steps_in
 from loopfeed.engine.records.whole_file import check_can_write, write_whole
+from loopfeed.engine.settings import SettingError
 from loopfeed.preprocess.storage_options import is_url
 from loopfeed.preprocess.synced_folders import sync_folder
 
@@ -107,20 +106,20 @@ def export_model(
     chosen = format or format_of(path)
     if chosen not in FORMATS:
         raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {chosen!r}")
-    if metric is not None and snapshot != "best":
-        raise ValueError(f"a metric can be given only with snapshot best, got {snapshot}: leave it out")
-    if not _is_run(run_or_weights):
-        return _export_file(
-            run_or_weights, path, chosen, snapshot, model, image_size, overwrite, notify, storage_options
+    run = find_run(run_or_weights, snapshot)
+    if metric is not None and (run is None or run[1] != "best"):
+        found = snapshot if run is None else run[1]
+        raise SettingError(
+            "metric", "{setting} can be given only with the snapshot best, got {found}: leave it out", found=found
         )
+    _check_place(path, chosen, None if run is None or is_url(run[0]) else Path(run[0]), overwrite=overwrite)
+    if run is None:
+        return _export_file(run_or_weights, path, chosen, snapshot, model, image_size, notify, storage_options)
     if image_size is not None:
         raise ValueError("image_size can be given only with a weights file: a run is exported at its own size")
-    with local_copy(run_or_weights, storage_options, with_weights(snapshot)) as folder:
-        say = naming_in(notify, folder, run_or_weights)
-        check_has_weights(folder)
-        _check_place(path, chosen, folder, overwrite=overwrite)
-        step = find_best(folder, metric, say) if snapshot == "best" else snapshot
-        recorded = read_run(folder, step)
+    where, snapshot = run
+    with reading_run(where, snapshot, notify, metric=metric, storage_options=storage_options) as found:
+        recorded, say = found
         if chosen == "safetensors":
             return _write_weights(path, recorded.weights.tensors, recorded.weights.metadata)
         if isinstance(model, str):
@@ -140,13 +139,6 @@ def format_of(path: Path) -> Format:
     return found
 
 
-def _is_run(given: str | os.PathLike[str]) -> bool:
-    text, path = os.fspath(given), Path(given)
-    if is_url(text):
-        return not text.endswith((".safetensors", ".pt", ".pth", ".bin"))
-    return ":" not in text.partition("/")[0] and not path.is_file() and not is_config_of_timm(path / CONFIG)
-
-
 def _export_file(
     given: str | os.PathLike[str],
     path: Path,
@@ -154,21 +146,17 @@ def _export_file(
     snapshot: int | str | None,
     model: TrainModel | str | None,
     image_size: int | None,
-    overwrite: bool,
     notify: Callable[[str], None],
     storage_options: Mapping[str, str] | None,
 ) -> ExportResult:
     for what, value in (("a snapshot", snapshot), ("a model of your own", None if isinstance(model, str) else model)):
         if value is not None:
             raise ValueError(f"{what} can be given only with a run, got the weights {given}: give the folder of a run")
-    _check_place(path, chosen, None, overwrite=overwrite)
-    found = read_given_weights(given, storage_options)
-    for note in found.notes:
-        notify(f"weights: {note}")
     if chosen == "safetensors":
-        return _write_weights(path, found.stored.tensors, found.stored.metadata)
+        stored = read_weights_file(os.fspath(given), TrainConfig(), notify, storage_options, is_of_registry=False)
+        return _write_weights(path, stored.tensors, stored.metadata)
     name = model if isinstance(model, str) else None
-    return _write(export_weights_file(found, name, image_size, notify), path, chosen)
+    return _write(export_weights_file(os.fspath(given), name, image_size, notify, storage_options), path, chosen)
 
 
 def _write_weights(path: Path, tensors: Mapping[str, object], metadata: Mapping[str, str]) -> ExportResult:
@@ -190,8 +178,7 @@ def _write(exported: ExportedModel, path: Path, chosen: Format) -> ExportResult:
 
 
 def _check_place(path: Path, chosen: Format, run: Path | None, *, overwrite: bool) -> None:
-    if run is not None:
-        _check_is_elsewhere(run, path)
+    _check_is_elsewhere(run, path)
     if chosen != "timm":
         check_can_write(path, "OUT", overwrite=overwrite)
         return
@@ -221,7 +208,11 @@ def _write_folder(path: Path, files: Mapping[str, bytes]) -> None:
         if path.exists():
             old = temporary.with_name(f"{temporary.name}.old")
             path.rename(old)
-            temporary.rename(path)
+            try:
+                temporary.rename(path)
+            except BaseException:
+                old.rename(path)
+                raise
             shutil.rmtree(old)
         else:
             temporary.rename(path)
@@ -232,10 +223,10 @@ def _write_folder(path: Path, files: Mapping[str, bytes]) -> None:
         sync_folder(path.parent)
 
 
-def _check_is_elsewhere(run: Path, path: Path) -> None:
+def _check_is_elsewhere(run: Path | None, path: Path) -> None:
     """Raise ValueError if a file would be in the folder of a run."""
     # Not Path.resolve, which raises RuntimeError for symbolic links that form a loop.
-    place, own = Path(os.path.realpath(path)), Path(os.path.realpath(run))
+    place, own = Path(os.path.realpath(path)), None if run is None else Path(os.path.realpath(run))
     for each in (Path(os.path.realpath(path.parent)), *place.parents):
         if each == own or ((each / CONFIG).is_file() and (each / LOSS_LOG).is_file()):
             raise ValueError(

@@ -5,7 +5,7 @@ Owns what is exported: the input, the outputs and what is recorded of them. Must
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -16,13 +16,12 @@ import numpy as np
 from jaxtyping import Array, Float32, UInt8
 
 from loopfeed.engine.config import TrainConfig
-from loopfeed.engine.evaluation.subject import Subject, file_subject, registry_name_of, run_subject
+from loopfeed.engine.evaluation.subject import Subject, file_subject, read_weights_file, run_subject
 from loopfeed.engine.feed.batches import EvaluationSource
 from loopfeed.engine.images.unpack import PixelScale, normalise_levels
 from loopfeed.engine.objective.objective import logits_of
 from loopfeed.engine.program.checked_model import takes_key
 from loopfeed.engine.program.train_state import TrainModel
-from loopfeed.engine.records.given_weights import GivenWeights, rename_head
 from loopfeed.engine.records.trained_run import TrainedRun
 from loopfeed.engine.records.weights_metadata import (
     IMAGE_SIZE,
@@ -34,7 +33,6 @@ from loopfeed.engine.records.weights_metadata import (
 from loopfeed.engine.updates.update import Weights
 from loopfeed.models.kernels import XLA, using_kernels
 from loopfeed.models.layers.platform_forms import PLAIN, tracing_for
-from loopfeed.models.registry import find_network
 from loopfeed.preprocess.decoding.decode import ResizeRule
 from loopfeed.preprocess.decoding.default_resize import default_resize
 from loopfeed.preprocess.extents import Whole
@@ -112,15 +110,15 @@ def export_run(recorded: TrainedRun, model: TrainModel | None, notify: Callable[
 
 
 def export_weights_file(
-    given: GivenWeights, registry_name: str | None, image_size: int | None, notify: Callable[[str], None]
+    where: str,
+    registry_name: str | None,
+    image_size: int | None,
+    notify: Callable[[str], None],
+    storage_options: Mapping[str, str] | None,
 ) -> ExportedModel:
-    """Return what is exported of a weights file."""
-    where = given.origin.source
+    """Return what is exported of weights that are no run."""
     config = replace(TrainConfig(), precision="float32", kernels="xla", model=registry_name or "auto")
-    name = registry_name_of(where, given.stored, config)
-    stored, notes, _ = rename_head(given, find_network(name).head)
-    for note in notes:
-        notify(f"weights: {note}")
+    stored = read_weights_file(where, config, notify, storage_options)
     recorded_size, _ = image_size_in(stored.metadata.get(IMAGE_SIZE, "")) or (_USUAL_SIZE, 0)
     rule = _rule_of(stored.metadata, where, image_size or recorded_size, notify)
     if image_size is not None and rule.size < image_size:

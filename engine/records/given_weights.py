@@ -118,6 +118,28 @@ def read_given_weights(
     return _with_config(_read_file(text, path), beside if is_described else None)
 
 
+def find_run(
+    location: str | os.PathLike[str], snapshot: int | Literal["best"] | None
+) -> tuple[str, int | Literal["best"] | None] | None:
+    """Return the run that a location names, and which snapshot of it; None if it names a file or a repository.
+
+    Args:
+        location: as `read_given_weights` takes it.
+        snapshot: one that is named beside it.
+
+    Raises:
+        ValueError: two snapshots are named.
+    """
+    place, named = _split_snapshot(os.fspath(location))
+    if is_hub_name(place) or (place.endswith(FILE_SUFFIXES) if is_url(place) else not Path(place).is_dir()):
+        return None
+    if is_config_of_timm(Path(place) / CONFIG):
+        return None
+    if None not in (named, snapshot):
+        raise ValueError(f"one snapshot of {place} can be given, got {named} and {snapshot}: leave one out")
+    return place, snapshot if named is None else named
+
+
 def _split_snapshot(location: str) -> tuple[str, int | Literal["best"] | None]:
     """Return the run in a location, and the snapshot of it that is named behind an @, None if none is."""
     found = None if Path(location).exists() else _SNAPSHOT.fullmatch(location)

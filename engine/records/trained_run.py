@@ -4,11 +4,11 @@ Owns reading these so that the weights can be used. Must not know: data, program
 """
 
 import os
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from loopfeed.engine.config import TrainConfig
 from loopfeed.engine.owners import STORAGE, with_given
@@ -18,8 +18,8 @@ from loopfeed.engine.records.loss_log import last_logged_step
 from loopfeed.engine.records.recorded_run import RecordedEnd, RecordedRun, read_recorded, read_result
 from loopfeed.engine.records.run_folder import CONFIG, LOSS_LOG, RESULT, SNAPSHOTS, WEIGHTS
 from loopfeed.engine.records.snapshot import SnapshotError, read_folder_state, snapshot_steps
-from loopfeed.engine.records.snapshot_weights import read_snapshot_weights
-from loopfeed.engine.records.stored.reading import local_copy, settings_only
+from loopfeed.engine.records.snapshot_weights import find_best, read_snapshot_weights
+from loopfeed.engine.records.stored.reading import local_copy, naming_in, settings_only, with_weights
 from loopfeed.engine.records.weights import StoredWeights, read_weights
 from loopfeed.engine.records.weights_metadata import steps_in
 from loopfeed.preprocess.storage_options import as_text, is_url
@@ -109,6 +109,31 @@ def run_settings(
     if (line := recorded.describe_replaced(config)) is not None:
         notify(line)
     return config
+
+
+@contextmanager
+def reading_run(
+    run: str | os.PathLike[str],
+    snapshot: int | Literal["best"] | None,
+    notify: Callable[[str], None],
+    *,
+    metric: str | None = None,
+    storage_options: Mapping[str, str] | None = None,
+) -> Iterator[tuple[TrainedRun, Callable[[str], None]]]:
+    """Yield a run, read as by `read_run`, and `notify`; of a URL, messages and errors in the block name the URL.
+
+    Args:
+        run: its folder or URL.
+        snapshot: the step of a snapshot, "best", or None as for `read_run`.
+        notify: called with one-line messages.
+        metric: what "best" means, as for `find_best`.
+        storage_options: how to reach the store of a URL.
+    """
+    with local_copy(run, storage_options, with_weights(snapshot)) as folder:
+        say = naming_in(notify, folder, run)
+        check_has_weights(folder)
+        step = find_best(folder, metric, say) if snapshot == "best" else snapshot
+        yield read_run(folder, step), say
 
 
 def read_run(path: Path, snapshot: int | None = None) -> TrainedRun:
