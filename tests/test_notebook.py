@@ -209,7 +209,7 @@ def test_a_result_is_a_short_card_and_has_the_history_of_all_launches(tmp_path):
     parts: dict[str, Any] = {"model": Linear(), "batches": toy_batch, "evaluation": toy_batch(9)}
     train(config, **parts)
     result = train(replace(config, steps=8, resume=True), **parts)
-    assert repr(result).splitlines()[0].startswith("run complete: 8 steps, 5 of them in ")
+    assert repr(result).splitlines()[0].startswith("run done: 8 steps, 5 of them in ")
     assert str(tmp_path / "run") in repr(result)
     assert len(repr(result)) < 1000
     assert "<script" not in result._repr_html_()

@@ -37,7 +37,7 @@ def test_the_notebook_of_the_documentation_runs(tmp_path):
     outputs = {cell.source: cell.outputs for cell in notebook.cells if cell.cell_type == "code"}
     # One output, updated in place until the run has ended, and no line beside it.
     (shown,) = outputs["result = train(config)"]
-    assert shown.data["text/plain"].startswith("run complete: 40 steps in ")
+    assert shown.data["text/plain"].startswith("run done: 40 steps in ")
     assert shown.data["text/html"].count("<svg") >= 1
     (card,) = outputs["result"]
     assert card.data["text/plain"].splitlines()[1].startswith("  loss")

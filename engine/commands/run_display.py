@@ -105,17 +105,12 @@ def summarise(
         runtime_report: whether to print what the runtime did, too.
         is_quiet: whether to print one line on how it ended, with its folder, and a second one only to resume it.
     """
+    from loopfeed.engine.records.loss_log import COMPLETE_ENDS, end_words
+
     steps = quantity(result.steps_done, "step")
     if result.steps_done != len(result.losses):
         steps += f", {len(result.losses):,} of them"
-    ends = {
-        "steps": "done",
-        "top1": "done, top-1 reached",
-        "patience": "done, no better evaluation in time (--stop-patience)",
-        "callback": "stopped by a callback",
-    }
-    how = ends.get(result.stopped_by, f"stopped by {result.stopped_by}")
-    line = f"{how}: {steps} in {result.train_s:.1f} s"
+    line = f"{end_words(result.stopped_by)}: {steps} in {result.train_s:.1f} s"
     if len(result.losses):
         last = result.losses[-min(100, len(result.losses)) :]
         line += (
@@ -140,7 +135,7 @@ def summarise(
         lines.append(f"to resume: run-train --run-dir {shlex.quote(place)} --resume{_processes()}")
     # The summary comes last, where it stays on the screen.
     text = "\n".join([*_tables(result, profile_format, runtime_report=runtime_report), *lines])
-    say_in_time(text, _READER_S if result.stopped_by in ends else _STOPPED_S)
+    say_in_time(text, _READER_S if result.stopped_by in (*COMPLETE_ENDS, "callback") else _STOPPED_S)
 
 
 def _tables(result: "TrainResult", profile_format: ProfileFormat, *, runtime_report: bool) -> Iterator[str]:

@@ -251,6 +251,17 @@ class RunFacts:
 
 COMPLETE_ENDS = ("steps", "top1", "patience")
 """What ends a run that is complete: its last step, or an evaluation (`stop_at_top1`, `stop_patience`)."""
+_END_WORDS = {
+    "steps": "done",
+    "top1": "done, top-1 reached",
+    "patience": "done, no better evaluation in time (--stop-patience)",
+    "callback": "stopped by a callback",
+}
+
+
+def end_words(stopped_by: str) -> str:
+    """Return how a run without an error ended, in words; `stopped_by` is as in a `TrainResult`."""
+    return _END_WORDS.get(stopped_by, f"stopped by {stopped_by}")
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from loopfeed.engine.processes import this_process
 from loopfeed.engine.profile.table import Profile
 from loopfeed.engine.program.train_state import TrainState
 from loopfeed.engine.python_calls import in_python_words
-from loopfeed.engine.records.loss_log import COMPLETE_ENDS
+from loopfeed.engine.records.loss_log import COMPLETE_ENDS, end_words
 from loopfeed.engine.records.stored.reading import local_copy, logs_only
 from loopfeed.engine.records.weights_metadata import describe_weights, without_classes
 from loopfeed.engine.run.run import Run
@@ -104,10 +104,7 @@ class TrainResult:
     @property
     def _card(self) -> tuple[str, list[tuple[str, str]]]:
         """The title of the card and its lines."""
-        how = "run complete" if self.is_complete else f"run stopped by {self.stopped_by}"
-        if self.stopped_by in _COMPLETE_EARLY:
-            how += f" ({_COMPLETE_EARLY[self.stopped_by]})"
-        done = f"{how}: {quantity(self.steps_done, 'step')}"
+        done = f"run {in_python_words(end_words(self.stopped_by))}: {quantity(self.steps_done, 'step')}"
         if len(self.losses) != self.steps_done:
             done += f", {len(self.losses):,} of them"
         facts = [] if not len(self.losses) else [("loss", described_losses(self.losses))]
@@ -124,9 +121,6 @@ class TrainResult:
         if verdict is not None and verdict.bound_by != "unknown":
             facts.append(("verdict", in_python_words(verdict.line)))
         return f"{done} in {self.train_s:.1f} s", facts
-
-
-_COMPLETE_EARLY = {"top1": "the accuracy to stop at was reached", "patience": "no better evaluation in time"}
 
 
 def described_losses(losses: NDArray[np.float32]) -> str:

@@ -25,6 +25,7 @@ from loopfeed.engine.processes import exchange, this_process, wait_for_processes
 from loopfeed.engine.program.kernels import changed_kernels_notice, settle_kernels
 from loopfeed.engine.program.train_state import TrainState
 from loopfeed.engine.python_calls import in_python_words
+from loopfeed.engine.records.loss_log import end_words
 from loopfeed.engine.records.machine import MACHINE, Topology, machine_warning
 from loopfeed.engine.records.recorded_run import RecordedRun
 from loopfeed.engine.records.run_folder import RunFolder, check_folder
@@ -383,8 +384,7 @@ def _telling_end(events: EventCommand | None) -> Iterator[Callable[[TrainResult]
     if events is not None:
         result, loss = ended[0], float(ended[0].losses[-1]) if len(ended[0].losses) else None
         event = "done" if result.is_complete else "stopped"
-        how = event if result.is_complete else f"stopped by {result.stopped_by}"
-        events.end(event, f"{how} at step {result.steps_done}", loss=loss)
+        events.end(event, f"{end_words(result.stopped_by)} at step {result.steps_done}", loss=loss)
 
 
 def _describe_to_sinks(run: Run, sinks: Sequence[Sink]) -> None:
