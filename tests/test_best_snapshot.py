@@ -131,7 +131,7 @@ def test_the_best_snapshot_is_kept_beside_the_newest_and_exported(run, monkeypat
     assert snapshot_steps(folder / "snapshots") == [best, 10]
     code, out, err = invoke(monkeypatch, folder.parent, "run", "--snapshot", "best", "best.safetensors")
     assert code == 0, err
-    assert out.startswith(f"best.safetensors: the weights after {best} steps (sha256 ")
+    assert out.startswith(f"best.safetensors: safetensors, the weights after {best} steps, ")
     assert f"best snapshot: step {best}, loss " in err
     stored = read_weights(folder.parent / "best.safetensors")
     assert stored.digest is not None
@@ -164,7 +164,10 @@ def test_the_weights_of_the_last_step_are_the_file_of_the_run_byte_for_byte(run,
     [
         (["run", "--snapshot", "3", "x"], "there is no snapshot"),
         (["run", "--snapshot", "x", "x"], "must be a step or best, got x: give the number of a kept snapshot"),
-        (["run", "--snapshot", "10", "--metric", "loss", "x"], "--metric can be given only with the snapshot best, got 10"),
+        (
+            ["run", "--snapshot", "10", "--metric", "loss", "x"],
+            "--metric can be given only with the snapshot best, got 10",
+        ),
         (["run", "--snapshot", "best", "--metric", "error:min", "x"], "none has error in eval.jsonl: choose a step"),
         (["run", "--snapshot", "10", "no/x"], "OUT must be in an existing folder, but no is missing: create it"),
         (["nowhere", "--snapshot", "10", "x"], "RUN must be a run folder, but nowhere does not exist"),

@@ -62,7 +62,7 @@ def test_one_thread_shows_a_run_at_a_time(monkeypatch):
     display = NotebookDisplay(publish)
     failures: list[Any] = []
     monkeypatch.setattr(threading, "excepthook", failures.append)
-    talkers = [threading.Thread(target=lambda: [display.say("a") for _ in range(5)]) for _ in range(3)]
+    talkers = [threading.Thread(target=display.say, args=("a",)) for _ in range(9)]
     for each in talkers:
         each.start()
     for step in range(1, 301):

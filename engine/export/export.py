@@ -118,8 +118,8 @@ def export_model(
     if image_size is not None:
         raise ValueError("image_size can be given only with a weights file: a run is exported at its own size")
     where, snapshot = run
-    with reading_run(where, snapshot, notify, metric=metric, storage_options=storage_options) as found:
-        recorded, say = found
+    opened = reading_run(where, snapshot, notify, metric=metric, storage_options=storage_options)
+    with opened as (recorded, say):
         if chosen == "safetensors":
             return _write_weights(path, recorded.weights.tensors, recorded.weights.metadata)
         if isinstance(model, str):

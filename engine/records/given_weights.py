@@ -131,9 +131,11 @@ def find_run(
         ValueError: two snapshots are named.
     """
     place, named = _split_snapshot(os.fspath(location))
-    if is_hub_name(place) or (place.endswith(FILE_SUFFIXES) if is_url(place) else not Path(place).is_dir()):
+    if is_hub_name(place) or is_config_of_timm(Path(place) / CONFIG):
         return None
-    if is_config_of_timm(Path(place) / CONFIG):
+    # Only a run has snapshots: of one that is missing, it is to be said that the run is.
+    is_missing = (named, snapshot) != (None, None) and not os.path.lexists(place)
+    if place.endswith(FILE_SUFFIXES) if is_url(place) else not (Path(place).is_dir() or is_missing):
         return None
     if None not in (named, snapshot):
         raise ValueError(f"one snapshot of {place} can be given, got {named} and {snapshot}: leave one out")
