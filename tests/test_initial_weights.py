@@ -1,6 +1,7 @@
 """Weights to start from: taken bit for bit, what may differ, and what is refused."""
 
 import importlib.util
+import json
 import os
 import shutil
 import subprocess
@@ -24,7 +25,6 @@ from loopfeed.engine.commands.predict_cli import main as predict_images
 from loopfeed.engine.records.initial_weights import load_initial_weights
 from loopfeed.engine.records.weights import name_tensors
 from loopfeed.engine.records.weights_metadata import describe_weights
-from loopfeed.engine.updates.update import Weights
 from loopfeed.models.registry import build_model
 from loopfeed.preprocess.shards.classes import ImageClass
 from tests.fake_source import fake_source, pack
@@ -75,19 +75,20 @@ def test_a_file_takes_the_place_of_what_was_drawn_or_of_its_shapes(resnet8):
         loaded = load_initial_weights(path, "resnet8", *like)
         assert_same((loaded.params, loaded.batch_stats), weights)
         assert loaded.notes == ()
-        assert_same(loaded.over(Weights(*drawn("resnet8", 10, seed=2))), Weights(*weights))
+        assert not loaded.has_new_classifier
 
 
-def test_another_number_of_classes_draws_the_classifier_anew_and_says_so(resnet8):
+def zero_classifier(num_classes):
+    return {"kernel": np.zeros((64, num_classes), np.float32), "bias": np.zeros(num_classes, np.float32)}
+
+
+def test_another_number_of_classes_begins_with_a_classifier_of_zeros_and_says_so(resnet8):
     (params, batch_stats), path = resnet8
-    fresh = Weights(*drawn("resnet8", 3, seed=1))
-    wanted = Weights(params | {"fc": fresh.params["fc"]}, batch_stats)
-    over_arrays = load_initial_weights(path, "resnet8", *fresh)
-    assert_same((over_arrays.params, over_arrays.batch_stats), tuple(wanted))
-    over_shapes = load_initial_weights(path, "resnet8", *shapes_of("resnet8", 3))
-    assert over_shapes.notes == ("the classifier is newly initialised: the file has 10 classes, the data have 3",)
-    assert_same(over_shapes.over(fresh), wanted)
-    assert_same(jax.jit(over_shapes.over)(fresh), wanted)
+    for like in (shapes_of("resnet8", 3), drawn("resnet8", 3, seed=1)):
+        loaded = load_initial_weights(path, "resnet8", *like)
+        assert loaded.notes == ("the classifier is new, and zero: the file has 10 classes, the data have 3",)
+        assert loaded.has_new_classifier
+        assert_same((loaded.params, loaded.batch_stats), (params | {"fc": zero_classifier(3)}, batch_stats))
 
 
 def classes(ids):
@@ -120,13 +121,12 @@ def test_the_same_classes_in_another_order_keep_their_rows_of_the_classifier(tmp
         ("abcz", "the data lack 1 class (z)"),
     ],
 )
-def test_other_classes_of_equal_number_draw_the_classifier_anew_and_say_so(tmp_path, ids, note):
+def test_other_classes_of_equal_number_begin_with_a_classifier_of_zeros_and_say_so(tmp_path, ids, note):
     params, batch_stats = drawn("resnet8", 4)
     path = recorded(tmp_path / "w.safetensors", "resnet8", (params, batch_stats), ids)
-    fresh = drawn("resnet8", 4, seed=1)
-    loaded = load_initial_weights(path, "resnet8", *fresh, classes=classes("abc"))
-    assert loaded.notes == (f"the classifier is newly initialised, because the classes differ: {note}",)
-    assert_same(loaded.params, params | {"fc": fresh[0]["fc"]})
+    loaded = load_initial_weights(path, "resnet8", *drawn("resnet8", 4, seed=1), classes=classes("abc"))
+    assert loaded.notes == (f"the classifier is new, and zero, because the classes differ: {note}",)
+    assert_same(loaded.params, params | {"fc": zero_classifier(4)})
 
 
 def test_classes_that_are_the_same_or_unknown_keep_the_classifier(tmp_path):
@@ -151,7 +151,10 @@ def test_a_run_of_an_earlier_version_that_kept_rows_by_number_is_replayed_by_no_
     train(TrainConfig(data=tmp_path / "a", run_dir=tmp_path / "first", **settings))
     given: dict[str, Any] = {"init_from": tmp_path / "first/model.safetensors", "data": tmp_path / "b"}
     told: list[str] = []
-    train(TrainConfig(run_dir=tmp_path / "now", **given, **settings), notify=told.append)
+    now = train(TrainConfig(run_dir=tmp_path / "now", **given, **settings), notify=told.append)
+    np.testing.assert_allclose(now.losses[0], np.log(3), rtol=1e-5)
+    resolved = json.loads((tmp_path / "now/config.json").read_text())["resolved"]
+    assert resolved["rules"]["the first classifier of a run from given weights of other classes"] == 2
     assert any("because the classes differ: the file lacks 1 class (d)" in each for each in told)
     assert replay_run(tmp_path / "now", from_step=0).differences == ()
     with monkeypatch.context() as earlier:

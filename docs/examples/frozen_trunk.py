@@ -27,7 +27,7 @@ settings: dict[str, Any] = {
 }
 
 # %% All but the head `fc` is frozen. The file's head has another number of classes, so
-# a new one is initialised.
+# a new one begins at zero.
 tuned = train(
     TrainConfig(
         **settings,

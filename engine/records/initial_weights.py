@@ -32,13 +32,13 @@ class InitialWeights(NamedTuple):
     """The weights that a run starts from instead of randomly initialised weights.
 
     Attributes:
-        params, batch_stats: the model's pytrees of NumPy arrays; a leaf that the file lacks is the one passed to
-            `load_initial_weights`.
+        params, batch_stats: the model's pytrees of NumPy arrays.
         notes: one-line messages to the user about the file.
         digest: SHA-256 of the file's tensors and their names.
         origin: where they are from.
         metadata: what the source says of the input of the weights, as the metadata of a run's own weights.
         is_by_identifier: whether the classifier is another one than the file's because of the identifiers of classes.
+        has_new_classifier: whether it is none of the file's: it is zero.
     """
 
     params: Any
@@ -48,19 +48,7 @@ class InitialWeights(NamedTuple):
     origin: Origin
     metadata: Mapping[str, str]
     is_by_identifier: bool = False
-
-    def over(self, drawn: Weights) -> Weights:
-        """Replace the randomly initialised weights `drawn` with the weights from the file; may be called while tracing.
-
-        Leaves are taken from `drawn` only if the weights were loaded with shapes (`jax.ShapeDtypeStruct`).
-        """
-
-        def choose(given: Any, drawn: Any) -> Any:
-            return drawn if isinstance(given, jax.ShapeDtypeStruct) else given
-
-        return Weights(
-            jax.tree.map(choose, self.params, drawn.params), jax.tree.map(choose, self.batch_stats, drawn.batch_stats)
-        )
+    has_new_classifier: bool = False
 
 
 def load_initial_weights(
@@ -88,8 +76,9 @@ def load_initial_weights(
     Returns:
         The weights, with the dtypes of `params` and `batch_stats` (floats of another width are converted). If a network
         of the registry has a class that the file lacks, or another number of them without identifiers, its classifier
-        is the one of `params`; if the file has all of its classes, so are the rows of its classifier. If the images of
-        a vision transformer have another size, its position embedding is interpolated.
+        is zero, so that the first loss is that of chance and nothing random reaches the trunk (Kolesnikov et al., 2020,
+        arXiv:1912.11370); if the file has all of its classes, its rows are the file's. If the images of a vision
+        transformer have another size, its position embedding is interpolated.
 
     Raises:
         ValueError: if the file cannot be read, a tensor is missing, unexpected or of another shape, a value is NaN or
@@ -118,10 +107,19 @@ def load_initial_weights(
     if registry_name is None or head is None:
         return described(placed.params, placed.batch_stats, tuple(notes + _doubts(in_file, classes)))
     in_file = classes_or_imagenet(in_file, get_at(placed.params, head)["bias"].shape[0], classes)
-    params, of_classes, is_by_identifier = _fit_classifier(head, placed.params, like.params, in_file, classes)
+    like_head = get_at(like.params, head)
+    classifier, of_classes, is_by_identifier = _fit_classifier(
+        get_at(placed.params, head), int(like_head["bias"].shape[0]), in_file, classes
+    )
+    is_new = classifier is None
+    if is_new:
+        classifier = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), like_head)
+    params = replace_at(placed.params, head, classifier)
     params, of_size = _fit_size(registry_name, params, like.params)
     notes += [*of_classes, *of_size]
-    return described(params, placed.batch_stats, tuple(notes), is_by_identifier=is_by_identifier)
+    return described(
+        params, placed.batch_stats, tuple(notes), is_by_identifier=is_by_identifier, has_new_classifier=is_new
+    )
 
 
 def _digest(tensors: Tensors) -> str:
@@ -143,32 +141,33 @@ def _doubts(in_file: Sequence[ImageClass], in_data: Sequence[ImageClass]) -> lis
 
 
 def _fit_classifier(
-    head: str, params: Any, like: Any, in_file: Sequence[ImageClass], in_data: Sequence[ImageClass]
+    classifier: Any, num_in_data: int, in_file: Sequence[ImageClass], in_data: Sequence[ImageClass]
 ) -> tuple[Any, list[str], bool]:
     """Fit a file's classifier to the classes of the data.
 
     Returns:
-        The params, a message for each change, and whether the identifiers of the classes made one.
+        The classifier, None if none of the file's fits; a message for each change; and whether the identifiers of the
+        classes made one.
     """
-    num_in_file, num_in_data = (int(get_at(each, head)["bias"].shape[0]) for each in (params, like))
-    fresh, is_new = replace_at(params, head, get_at(like, head)), "the classifier is newly initialised"
+    num_in_file, is_new = int(classifier["bias"].shape[0]), "the classifier is new, and zero"
     has_parts = in_file and len(in_data) == num_in_data < num_in_file and not lacking(in_data, in_file)
     if num_in_file != num_in_data and not has_parts:
         found = quantity(num_in_file, "class")
-        return fresh, [f"{is_new}: the file has {found}, the data have {num_in_data:,}"], False
+        return None, [f"{is_new}: the file has {found}, the data have {num_in_data:,}"], False
     if not in_data or have_same_order(in_file, in_data):
-        return params, [], False
+        return classifier, [], False
     if not in_file:
-        return params, ["the file does not record its classes: they are taken to be those of the data, in order"], False
+        note = "the file does not record its classes: they are taken to be those of the data, in order"
+        return classifier, [note], False
     for has, lacks, words in ((in_data, in_file, "the file lacks"), (in_file, in_data, "the data lack")):
         if not has_parts and (others := lacking(has, lacks)) is not None:
-            return fresh, [f"{is_new}, because the classes differ: {words} {others}"], True
+            return None, [f"{is_new}, because the classes differ: {words} {others}"], True
     order = [*places(in_data, in_file), *range(len(in_data), num_in_data)]
-    permuted = jax.tree.map(lambda leaf: leaf[..., np.array(order)], get_at(params, head))
+    permuted = jax.tree.map(lambda leaf: leaf[..., np.array(order)], classifier)
     note = "the rows of the classifier are permuted: the file has the same classes in another order"
     if has_parts:
         note = f"the classifier has {num_in_data:,} of the {num_in_file:,} rows of the file, by identifier"
-    return replace_at(params, head, permuted), [note], True
+    return permuted, [note], True
 
 
 def _fit_size(registry_name: str, params: Any, like: Any) -> tuple[Any, list[str]]:

@@ -44,6 +44,7 @@ class ChangedRule(NamedTuple):
 
 
 _CLASSIFIER = "the classifier of initial weights with other classes"
+_NEW_CLASSIFIER = "the first classifier of a run from given weights of other classes"
 _CHANGED_RULES = {
     "the local rate of lars": ChangedRule(2, "divided by ‖g + λ·w‖", "divides by ‖g‖ + λ·‖w‖"),
     "the gradient of binary-cross-entropy": ChangedRule(
@@ -64,6 +65,7 @@ _CHANGED_RULES = {
     _CLASSIFIER: ChangedRule(
         2, "kept the rows of the file by their number", "compares the classes by their identifiers"
     ),
+    _NEW_CLASSIFIER: ChangedRule(2, "was drawn from the seed", "is zero"),
 }
 # Where a share of such a size was a whole number, and rounding passed by it.
 _SIDE, _MAGNITUDES = 331, (11, 21, 22)
@@ -91,6 +93,7 @@ def rules_of(
             config.order == "windowed" and data.location is not None and mixes_pairs(config)
         ),
         _CLASSIFIER: given is not None and given.is_by_identifier,
+        _NEW_CLASSIFIER: given is not None and given.has_new_classifier,
     }
     return {name: _CHANGED_RULES[name].number for name, is_used in used.items() if is_used}
 

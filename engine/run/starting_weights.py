@@ -163,6 +163,6 @@ def put_given_weights(given: InitialWeights | None, drawn: TrainState, settings:
     """Return a randomly initialised state with the given weights, if there are any, and an update that fits them."""
     if given is None:
         return drawn
-    weights = jax.tree.map(partial(jnp.array, copy=True), given.over(Weights(drawn.params, drawn.batch_stats)))
+    weights = jax.tree.map(partial(jnp.array, copy=True), Weights(given.params, given.batch_stats))
     params, batch_stats = weights
     return drawn._replace(params=params, batch_stats=batch_stats, update=init_update(settings, weights))
