@@ -115,6 +115,8 @@ def traced_program(
     config = TrainConfig(transport="cuda", kernels="xla", **({"num_classes": 10} | settings))
     with (
         mock.patch("loopfeed.engine.run.compiling.trace_ahead", trace_ahead),
+        # The program is lowered after the run, which would let go of its transport.
+        mock.patch("loopfeed.engine.run.run.Run.release"),
         mock.patch("loopfeed.engine.crossing.devices.choose_transport", on_fake_card),
         mock.patch(
             "loopfeed.engine.crossing.devices.choose_team",
