@@ -351,7 +351,7 @@ def test_a_run_of_another_rule_is_refused_by_its_name_and_its_weights_are_not(tm
         earlier.setattr("loopfeed.engine.run.descriptions.rules_of", lambda *_: {})
         train(replace(config, run_dir=tmp_path / "old"), model=Linear(), batches=batches)
     before = contents(tmp_path / "old")
-    with pytest.raises(ValueError, match=re.escape(rule) + r".*init_from with its model\.safetensors"):
+    with pytest.raises(ValueError, match=re.escape(rule) + r".*init_from=RUN"):
         train(replace(config, steps=3, run_dir=tmp_path / "old", resume=True), model=Linear(), batches=batches)
     with pytest.raises(ValueError, match=re.escape(rule)):
         replay_run(tmp_path / "old", from_step=0, model=Linear(), batches=batches)
