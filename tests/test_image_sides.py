@@ -141,7 +141,7 @@ def test_auto_continues_an_interrupted_pack_and_finds_a_finished_one(tmp_path: P
             loopfeed.pack((pixels, labels), tmp_path, on_progress=stop, **arguments)
     found = loopfeed.pack((pixels, labels), tmp_path, notify=said.append, **arguments)["train"]
     assert found.num_resumed
-    assert said[0].startswith("Size 20 (--size auto), as of the pack in")
+    assert said[0].startswith("Size 20 (size auto), as of the pack in")
     assert loopfeed.pack((pixels, labels), tmp_path, **arguments)["train"].was_complete
     assert rule_of(tmp_path) == (20, 20)
 
