@@ -27,12 +27,10 @@ class SeedGroup(NamedTuple):
 
     Attributes:
         members: their indices among all runs.
-        seeds: their seeds.
         spreads: by name, of the numbers that all of them have: best_top1, last_top1, loss, duration_s.
     """
 
     members: tuple[int, ...]
-    seeds: tuple[Any, ...]
     spreads: dict[str, Spread]
 
     def to_json(self) -> dict[str, Any]:
@@ -59,10 +57,10 @@ def group_by_seed(runs: Sequence[RunSummary]) -> list[SeedGroup]:
             found.setdefault((*key, str(run.resolved.get("user_parts"))), []).append(index)
     groups = []
     for members in found.values():
-        seeds = tuple(setting_of(runs[index], _SEED) for index in members)
-        if len(set(map(comparable_setting, seeds))) == len(seeds) > 1:
+        seeds = {comparable_setting(setting_of(runs[index], _SEED)) for index in members}
+        if len(seeds) == len(members) > 1:
             spreads = _spreads([runs[index] for index in members])
-            groups += [SeedGroup(tuple(members), seeds, spreads)] if spreads else []
+            groups += [SeedGroup(tuple(members), spreads)] if spreads else []
     return groups
 
 
