@@ -190,16 +190,18 @@ def test_a_script_that_is_interrupted_gets_its_result():
 @pytest.mark.usefixtures("_typed")
 def test_a_second_interrupt_ends_the_cell_at_once():
     def batches(step):
-        if step == 3:
+        # Prefetched batches come before the launch, when the first signal would end the run, and the second the tests.
+        if step == 10:
             for wait_s in (0.0, 0.7):
                 time.sleep(wait_s)
                 os.kill(os.getpid(), signal.SIGINT)
             has_ended.wait(60)
         return toy_batch(step)
 
+    config = toy_config(steps=50, prefetch=2)
     has_ended = threading.Event()
     with pytest.raises(KeyboardInterrupt, match="stopped at once, without a last snapshot") as it:
-        train(toy_config(steps=50), model=Linear(), batches=batches)
+        train(config, model=Linear(), batches=batches)
     has_ended.set()
     assert not isinstance(it.value, RunInterrupted)
 

@@ -139,7 +139,7 @@ def test_a_run_stopped_between_or_within_updates_resumes_bit_for_bit(reference, 
         return toy_batch(step)
 
     path = tmp_path / "run"
-    result = run(path, batches=interrupted)
+    result = run(path, batches=interrupted, prefetch=1)
     assert result.stopped_by == "SIGTERM"
     assert result.steps_done < STEPS
     assert snapshot_steps(path / "snapshots") == [result.steps_done]

@@ -71,7 +71,7 @@ def test_a_run_resumes_at_every_step_and_is_replayed(data, tmp_path):
 def test_other_batches_have_no_windows():
     said: list[str] = []
     train(toy_config(steps=1, order="windowed"), model=Linear(), batches=toy_batch, notify=said.append)
-    assert "warning: --order windowed applies to packed data sets; it has no effect on other batches" in said
+    assert "warning: order windowed applies to packed data sets; it has no effect on other batches" in said
 
 
 def test_damage_ends_the_run_with_the_name_of_the_shard(tmp_path):
