@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import accumulate, batched
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,11 +21,9 @@ from PIL.Image import Image
 from loopfeed.engine.control.board import ControlBoard
 from loopfeed.engine.control.signals import StopSignals, call_on_worker, ignore_message
 from loopfeed.engine.evaluation.photographs import Geometry, PhotographDecoder, list_photographs, pack_arrays
-from loopfeed.engine.evaluation.programs import OpenedWeights, Outputs, Programs, open_weights
-from loopfeed.engine.evaluation.subject import Channels
+from loopfeed.engine.evaluation.programs import OpenedWeights, Outputs, PredictorArguments, Programs, open_weights
 from loopfeed.engine.feed.batches import Pixels
 from loopfeed.engine.feed.feeder import FeederError
-from loopfeed.engine.program.train_state import TrainModel
 from loopfeed.engine.records.weights_metadata import IMAGE_SIZE, TARGETS, image_size_in, resize_rule_of
 from loopfeed.preprocess.decoding.decode import ResizeRule
 from loopfeed.preprocess.decoding.default_resize import default_resize
@@ -71,9 +69,9 @@ class PredictionResult:
 class Predictor:
     """Trained weights that are kept ready to classify images, for many calls.
 
-    Any number of threads may call it at once. Images are computed in batches of powers of two, up to the batch size of
-    the settings, each of which is compiled when it is first needed; with `warm_up` that is before the first call. The
-    numbers for an image may differ in their last digits between batch sizes.
+    Any number of threads may call it at once. A call's images are computed in batches of the next power of two, at most
+    of the batch size of the settings, each size of which is compiled when it is first needed; with `warm_up` that is
+    before the first call. The numbers for an image may differ in their last digits between batch sizes.
 
     Args:
         run_or_file: the folder or URL of a run, which may still be in progress, or weights as `init_from` takes them.
@@ -100,41 +98,21 @@ class Predictor:
         ['red']
     """
 
-    def __init__(
-        self,
-        run_or_file: str | os.PathLike[str],
-        *,
-        model: TrainModel | None = None,
-        settings: Mapping[str, Any] | None = None,
-        mean: Channels | None = None,
-        std: Channels | None = None,
-        resize_rule: Mapping[str, Any] | None = None,
-        snapshot: int | Literal["best"] | None = None,
-        notify: Callable[[str], None] = lambda _: None,
-        storage_options: Mapping[str, str] | None = None,
-    ) -> None:
-        opened = open_weights(
-            run_or_file,
-            model=model,
-            settings=settings,
-            mean=mean,
-            std=std,
-            snapshot=snapshot,
-            notify=notify,
-            storage_options=storage_options,
-        )
+    def __init__(self, run_or_file: str | os.PathLike[str], **arguments: Unpack[PredictorArguments]) -> None:
+        opened = open_weights(run_or_file, arguments)
         _check_outputs(opened, os.fspath(run_or_file))
         self.classes = opened.classes
-        self._opened, self._notify, self._rule = opened, notify, dict(resize_rule or {})
+        self._opened, self._rule = opened, dict(arguments.get("resize_rule") or {})
+        self._notify = arguments.get("notify", ignore_message)
         self._decoder: PhotographDecoder | None = None
-        self._programs = Programs(opened, model, mean, std, notify)
+        self._programs = Programs(opened, arguments)
         self._pool = Pool(opened.config.reader_threads or 1, "photographs")
         weakref.finalize(self, self._pool.close).atexit = False  # its threads end with this object
 
     def warm_up(self, *num_images: int) -> None:
         """Compile the programs for photographs in batches of these sizes, or of one photograph if none is given."""
         for count in num_images or (1,):
-            self._programs.prepare(self._photographs().geometry, min(count, self._programs.largest_batch))
+            self._programs.prepare(self._photographs().geometry, self._programs.batch_for(count))
 
     def predict(self, images: Any, *, top: int = 5, logits: bool = False) -> PredictionResult:
         """Classify images, as `loopfeed.predict` does.
@@ -158,13 +136,14 @@ class Predictor:
         if type(top) is not int or top < 1:
             raise ValueError(f"top must be a whole number ≥ 1, got {top!r}")
         names, given = _listed(images, self._notify)
-        batch = self._programs.largest_batch
+        # One program for all batches of a call, so that the last one, which is smaller, does not wait for another.
+        batch = self._programs.batch_for(len(names))
         # Signals are handled between the batches of many; of one, a thread of its own would be a part of its latency.
         call = call_on_worker if len(names) > batch else _call
         decoded = self._packed(given, batch) if isinstance(given, np.ndarray) else self._decoded(names, given, batch)
         for part in batched(names, batch):
             each = next(decoded)
-            found = call(self._programs, each.geometry, each.pixels, each.words) if len(each.pixels) else None
+            found = call(self._programs, each.geometry, each.pixels, each.words, batch) if len(each.pixels) else None
             yield _ranked(part, each, found, min(top, each.num_classes), self.classes, logits=logits)
 
     def _photographs(self) -> PhotographDecoder:
@@ -180,13 +159,13 @@ class Predictor:
             started = time.perf_counter()
             pixels = pack_arrays(images[start : start + batch])
             geometry = Geometry(*pixels.shape[1:])
-            num_classes = self._programs.prepare(geometry, len(pixels), _LARGER_ARRAYS)
+            num_classes = self._programs.prepare(geometry, batch, _LARGER_ARRAYS)
             yield _Decoded(geometry, num_classes, pixels, np.zeros(len(pixels), np.int32), {}, started)
 
     def _decoded(self, names: Sequence[str], photographs: Sequence[Any], batch: int) -> Iterator["_Decoded"]:
         """Yield the batches of photographs; the next ones are decoded meanwhile."""
         decoder = self._photographs()
-        num_classes = self._programs.prepare(decoder.geometry, min(len(photographs), batch), _LARGER_CROPS)
+        num_classes = self._programs.prepare(decoder.geometry, batch, _LARGER_CROPS)
         submitted = (
             [self._pool.submit(_tried, decoder, each) for each in part] for part in batched(photographs, batch)
         )
@@ -220,24 +199,17 @@ def predict(
     images: Any,
     *,
     top: int = 5,
-    model: TrainModel | None = None,
-    settings: Mapping[str, Any] | None = None,
-    mean: Channels | None = None,
-    std: Channels | None = None,
-    resize_rule: Mapping[str, Any] | None = None,
-    snapshot: int | Literal["best"] | None = None,
     logits: bool = False,
-    notify: Callable[[str], None] = lambda _: None,
-    storage_options: Mapping[str, str] | None = None,
+    **arguments: Unpack[PredictorArguments],
 ) -> PredictionResult:
     """Classify photographs, with the same preprocessing and the same computation as an evaluation of their pack.
 
-    With the batch size of an evaluation, the decisions are those of the evaluation on a CPU bit for bit; with another
-    one, probabilities may differ in their last digits. For many calls with the same weights, see `loopfeed.Predictor`.
+    The probabilities are those of the evaluation but for their last digits: another program computes them, and with
+    another batch size float32 sums are in another order. So the class is the same unless two logits are equal but for
+    theirs. For many calls with the same weights, see `loopfeed.Predictor`.
 
     Args:
-        run_or_file, model, settings, mean, std, resize_rule, snapshot, notify, storage_options: as for
-            `loopfeed.Predictor`.
+        run_or_file, arguments: as for `loopfeed.Predictor`, by the same names.
         images, top, logits: as for `loopfeed.Predictor.predict`.
 
     Raises:
@@ -251,18 +223,7 @@ def predict(
         ['red']
     """
     with StopSignals(ControlBoard(), ignore_message):
-        predictor = Predictor(
-            run_or_file,
-            model=model,
-            settings=settings,
-            mean=mean,
-            std=std,
-            resize_rule=resize_rule,
-            snapshot=snapshot,
-            notify=notify,
-            storage_options=storage_options,
-        )
-        return predictor.predict(images, top=top, logits=logits)
+        return Predictor(run_or_file, **arguments).predict(images, top=top, logits=logits)
 
 
 type _Tried = tuple[Pixels, int] | str

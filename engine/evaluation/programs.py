@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from loopfeed.engine.compilation.ahead_of_time import caching_compilations, compile_traced, trace_ahead
 from loopfeed.engine.config import TrainConfig
-from loopfeed.engine.control.signals import call_on_worker
+from loopfeed.engine.control.signals import call_on_worker, ignore_message
 from loopfeed.engine.crossing.choice import this_device, this_platform, traced_platform
 from loopfeed.engine.evaluation.photographs import Geometry
 from loopfeed.engine.evaluation.subject import (
@@ -51,11 +51,25 @@ from loopfeed.engine.settings import SettingError
 from loopfeed.engine.updates.update import Weights
 from loopfeed.preprocess.control_groups import num_cores
 from loopfeed.preprocess.shards.classes import ImageClass
+from loopfeed.preprocess.suggestions import did_you_mean
 
 # Of a caller with arrays of ever other sizes, only the programs for the last few sizes are kept.
 _MOST_GEOMETRIES = 8
 # The only one that has an effect on photographs.
 _OF_USER = ("compilation_cache",)
+
+
+class PredictorArguments(TypedDict, total=False):
+    """The keyword arguments of `loopfeed.Predictor`, which describes them."""
+
+    model: TrainModel | None
+    settings: Mapping[str, Any] | None
+    mean: Channels | None
+    std: Channels | None
+    resize_rule: Mapping[str, Any] | None
+    snapshot: int | Literal["best"] | None
+    notify: Callable[[str], None]
+    storage_options: Mapping[str, str] | None
 
 
 class Outputs(NamedTuple):
@@ -91,24 +105,19 @@ class OpenedWeights(NamedTuple):
         return classes_of(self.stored.metadata, self.path)
 
 
-def open_weights(
-    run_or_file: str | os.PathLike[str],
-    *,
-    model: TrainModel | None = None,
-    settings: Mapping[str, Any] | None = None,
-    mean: Channels | None = None,
-    std: Channels | None = None,
-    snapshot: int | Literal["best"] | None = None,
-    notify: Callable[[str], None] = lambda _: None,
-    storage_options: Mapping[str, str] | None = None,
-) -> OpenedWeights:
-    """Read the weights of a run or of a file; the arguments are those of `loopfeed.Predictor`."""
-    given = dict(settings or {})
-    if (run := find_run(run_or_file, snapshot)) is None:
-        return _open_file(os.fspath(run_or_file), given, model, mean, std, snapshot, notify, storage_options)
+def open_weights(run_or_file: str | os.PathLike[str], arguments: PredictorArguments) -> OpenedWeights:
+    """Read the weights of a run or of a file; raise TypeError for an argument that `loopfeed.Predictor` lacks."""
+    for name in arguments:
+        if name not in (known := PredictorArguments.__annotations__):
+            raise TypeError(f"unexpected keyword argument {name!r}{did_you_mean(name, known)}")
+    given, notify = dict(arguments.get("settings") or {}), arguments.get("notify", ignore_message)
+    if (run := find_run(run_or_file, arguments.get("snapshot"))) is None:
+        return _open_file(os.fspath(run_or_file), given, arguments, notify)
     where, snapshot = run
-    with reading_run(where, snapshot, notify, storage_options=storage_options) as (recorded, say):
-        for name, value in {"model": given.get("model"), "mean": mean, "std": std}.items():
+    options = arguments.get("storage_options")
+    with reading_run(where, snapshot, notify, storage_options=options) as (recorded, say):
+        of_file = {"model": given.get("model"), "mean": arguments.get("mean"), "std": arguments.get("std")}
+        for name, value in of_file.items():
             if value is not None:
                 raise SettingError(
                     name,
@@ -118,26 +127,21 @@ def open_weights(
         config = replace(recorded.config, **at_one_size(given))
         if (line := recorded.record.describe_replaced(config, _OF_USER, _OF_USER)) is not None:
             say(line)
-        check_user_model(recorded, model, function="loopfeed.predict", command="predict-images")
+        check_user_model(recorded, arguments.get("model"), function="loopfeed.predict", command="predict-images")
         describe_weights_of(recorded, say, is_chosen=snapshot is not None)
         return OpenedWeights(where, recorded.weights, recorded, _settled(config, given))
 
 
 def _open_file(
-    name: str,
-    given: Mapping[str, Any],
-    model: TrainModel | None,
-    mean: Channels | None,
-    std: Channels | None,
-    snapshot: int | Literal["best"] | None,
-    notify: Callable[[str], None],
-    storage_options: Mapping[str, str] | None,
+    name: str, given: Mapping[str, Any], arguments: PredictorArguments, notify: Callable[[str], None]
 ) -> OpenedWeights:
-    if snapshot is not None:
+    if arguments.get("snapshot") is not None:
         raise ValueError(f"a snapshot can be given only with a run, got the file {name}: give the folder of the run")
     config = _settled(replace(TrainConfig(), **at_one_size(given)), given)
-    stored = read_weights_file(name, config, notify, storage_options, is_of_registry=model is None)
-    given_scale = {key for key, value in ((MEAN, mean), (STD, std)) if value is not None}
+    is_of_registry = arguments.get("model") is None
+    stored = read_weights_file(name, config, notify, arguments.get("storage_options"), is_of_registry=is_of_registry)
+    scale = {MEAN: arguments.get("mean"), STD: arguments.get("std")}
+    given_scale = {key for key, value in scale.items() if value is not None}
     given_size = {IMAGE_SIZE} if given.get("image_size") is not None else set()
     check_metadata(stored.metadata, name, given=given_scale | given_size)
     return OpenedWeights(name, stored, None, config)
@@ -162,52 +166,51 @@ class _Ready(NamedTuple):
 
 
 class Programs:
-    """The programs that classify with some weights: one for each size of images and each power of two of a batch.
+    """The programs that classify with some weights: one for each size of images and of a batch.
 
     Any thread may call it; a program is compiled when it is first needed, while other threads that need it wait.
 
     Args:
         opened: the weights.
-        model: your own model, if the run trained one.
-        mean, std: of a file, see `loopfeed.Predictor`.
-        notify: called with one-line messages about the weights.
+        arguments: those that `opened` was opened with.
     """
 
-    def __init__(
-        self,
-        opened: OpenedWeights,
-        model: TrainModel | None,
-        mean: Channels | None,
-        std: Channels | None,
-        notify: Callable[[str], None],
-    ) -> None:
-        self._opened, self._model, self._mean, self._std = opened, model, mean, std
-        self._notify = notify
+    def __init__(self, opened: OpenedWeights, arguments: PredictorArguments) -> None:
+        self._opened, self._model = opened, arguments.get("model")
+        self._mean, self._std = arguments.get("mean"), arguments.get("std")
+        self._notify = arguments.get("notify", ignore_message)
         self._guard = threading.Lock()
         self._subjects: dict[Geometry, Subject] = {}  # guarded by _guard, as is the following
         self._programs: dict[tuple[Geometry, int], _Ready] = {}
 
     @property
     def largest_batch(self) -> int:
-        """The largest number of images of a program: the batch size of the settings, or the next lower power of two."""
-        return 1 << (self._opened.config.batch.bit_length() - 1)
+        """The largest number of images of a program, which is the batch size of the settings."""
+        return self._opened.config.batch
 
-    def prepare(self, geometry: Geometry, num_images: int, remedy: str = PACK_AGAIN) -> int:
-        """Compile the program for so many images, at most `largest_batch`, and return the number of classes, K.
+    def batch_for(self, num_images: int) -> int:
+        """Return the number of images of the program for so many: the next power of two, at most `largest_batch`."""
+        return min(1 << max(num_images - 1, 0).bit_length(), self.largest_batch)
+
+    def prepare(self, geometry: Geometry, batch: int, remedy: str = PACK_AGAIN) -> int:
+        """Compile the program for a batch if it is not yet, and return the number of classes, K.
 
         Args:
             geometry: the size of the images.
-            num_images: their number.
+            batch: the number of images of the program.
             remedy: what to do about images of another size than the weights are for.
 
         Raises:
             ValueError: the weights are not for images of this size.
         """
-        return self._find(geometry, _power_of_two(num_images), remedy).num_classes
+        return self._find(geometry, batch, remedy).num_classes
 
-    def __call__(self, geometry: Geometry, pixels: Pixels, words: NDArray[np.int32]) -> Outputs:
-        """Return the outputs for packed images, uint32 [n, H, W], at most `largest_batch`; `words` are their places."""
-        count, batch = len(pixels), _power_of_two(len(pixels))
+    def __call__(self, geometry: Geometry, pixels: Pixels, words: NDArray[np.int32], batch: int) -> Outputs:
+        """Return the outputs for packed images, uint32 [n, H, W], by the program for `batch` ≥ n images.
+
+        `words` are the places of whole pictures, int32 [n].
+        """
+        count = len(pixels)
         program, _, subject, scale = self._find(geometry, batch, PACK_AGAIN)
         padded = np.zeros((batch, *pixels.shape[1:]), np.uint32)
         padded[:count] = pixels
@@ -310,7 +313,3 @@ def _classify(
     logits = logits_of(forward(weights, pixels, words, scale)).astype(jnp.float32)
     # As in the tally of an evaluation, whose bits these are.
     return logits, jnp.exp(logits - jax.nn.logsumexp(logits, axis=1)[:, None])
-
-
-def _power_of_two(number: int) -> int:
-    return 1 << max(number - 1, 0).bit_length()

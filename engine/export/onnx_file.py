@@ -14,7 +14,7 @@ from loopfeed.engine.export.onnx_operators import onnx_type, write_operation
 
 OPSET: Final = 18
 IR_VERSION: Final = 8
-"""Those of ONNX 1.13 (2022): ONNX Runtime ≥ 1.14 loads them."""
+"""Those of ONNX 1.13 (2022). ONNX Runtime 1.14.0 runs such files, and 1.13.1 refuses them for their opset."""
 _MOST_BYTES = 2_000_000_000
 
 
