@@ -11,9 +11,10 @@ from safetensors.numpy import load_file
 
 from loopfeed import evaluate, train
 from loopfeed.engine.commands.export_cli import main
+from loopfeed.engine.loggers.event_command import EventCommand
 from loopfeed.engine.objective.best_metric import parse_metric
 from loopfeed.engine.objective.metrics import confusion_matrix
-from loopfeed.engine.records.evaluation_log import best_step
+from loopfeed.engine.records.evaluation_log import best_evaluation, best_step, value_of
 from loopfeed.engine.records.snapshot import snapshot_steps
 from loopfeed.engine.records.weights import read_weights
 from loopfeed.engine.settings import SettingError
@@ -30,7 +31,7 @@ def record(step, **values):
     ("metric", "expected"),
     [("top1", 4), ("top5", 2), ("loss", 6), ("error:min", 4), ("error:max", 2), ("other:max", None)],
 )
-def test_the_best_step_has_the_best_number_and_is_the_earliest_of_equals(metric, expected):
+def test_the_best_step_has_the_best_number_and_is_the_earliest_of_equals(metric, expected, monkeypatch):
     evaluations = [
         record(2, top1=0.25, loss=0.9, metrics={"error": 3.0}),
         record(4, top1=0.75, loss=float("nan"), metrics={"error": 1.0}),
@@ -39,6 +40,15 @@ def test_the_best_step_has_the_best_number_and_is_the_earliest_of_equals(metric,
         record(8, top1=float("nan"), loss=float("-inf"), metrics={"error": float("inf")}),  # null in the log
     ]
     assert best_step(evaluations, [2, 4, 6, 8], parse_metric(metric)) == expected
+    # A command at events is told of the same one last.
+    events, told = EventCommand("", metric), list[float]()
+    monkeypatch.setattr(events, "tell", lambda *_, **values: told.append(values["value"]))
+    with_snapshots = [each for each in evaluations if each.step != 5]
+    for each in with_snapshots:
+        events.write_evaluation(each)
+    best = best_evaluation(with_snapshots, parse_metric(metric))
+    assert told[-1:] == ([] if best is None else [value_of(parse_metric(metric), best)])
+    assert (told, len(told)) == (sorted(set(told), reverse=metric in ("loss", "error:min")), len({*told}))
 
 
 @pytest.mark.parametrize("text", ["top2", "error", "error:best", "top1:max", ":max", "a b:max"])

@@ -121,7 +121,7 @@ def test_evaluations_are_those_of_the_log(page, run):
     tiles = {each.one("dt").text: each.one("dd").text for each in section(page, "results").one("dl").all("div")}
     assert tiles["best top-1"] == f"{100 * best['top1']:.2f} % (step {best['step']})"
     assert tiles["step"] == "12 / 12"
-    assert "The run is complete, with 12 steps." in section(page, "results").text
+    assert "Run done after 12 steps." in section(page, "results").text
 
 
 def test_confusions_classes_and_mistakes_are_those_of_an_evaluation(page, run):
@@ -280,11 +280,11 @@ def test_the_state_of_a_run_is_said(copy, tmp_path):
         (copy / "result.json").write_text(json.dumps(end | values))
         return section(report_of(copy, tmp_path), "results").all("p")[0].text
 
-    assert state(error=f"ValueError: {HOSTILE}") == f"The run failed after 12 steps: ValueError: {HOSTILE}."
-    assert state(stopped_by="top1") == "The run reached the accuracy that it was to stop at, after 12 steps."
+    assert state(error=f"ValueError: {HOSTILE}") == f"Run failed after 12 steps: ValueError: {HOSTILE}."
+    assert state(stopped_by="top1") == "Run done, top-1 reached, after 12 steps."
     lines = (copy / "loss.jsonl").read_text().splitlines(keepends=True)
     (copy / "loss.jsonl").write_text("".join(lines[:7]))
-    assert state(stopped_by="SIGINT", steps_done=7) == "The run was stopped by SIGINT after 7 steps of 12."
+    assert state(stopped_by="SIGINT", steps_done=7) == "Run stopped by SIGINT after 7 of 12 steps."
     lock = FolderLock(copy)
     (copy / "result.json").unlink()
     lock.acquire()

@@ -17,7 +17,6 @@ from click.testing import CliRunner
 
 from loopfeed import Callback, Metric, TrainConfig, replay_run, run_settings, train
 from loopfeed.engine.commands.cli import main as run_train
-from loopfeed.engine.commands.tail_frame import end_text
 from loopfeed.engine.objective.best_metric import parse_metric
 from loopfeed.engine.records.evaluation_log import EvaluationLog, value_of
 from loopfeed.engine.records.loss_log import RunEnd
@@ -229,8 +228,10 @@ def test_a_recipe_and_the_command_line_stop_a_run_and_say_so(tmp_path, monkeypat
     records = EvaluationLog(Path("run/eval.jsonl")).read()
     assert end_of((*records, records[-1]), "top1", 3) == (len(records), "patience")
     end = json.loads(Path("run/result.json").read_text())
-    assert end_text(RunEnd(end["steps_done"], end["stopped_by"])).endswith(
-        f"after {records[-1].step} steps: no better evaluation in time (--stop-patience)"
+    assert (
+        RunEnd(end["steps_done"], end["stopped_by"])
+        .line()
+        .endswith(f"no better evaluation in time (--stop-patience), after {records[-1].step} steps")
     )
     config = TrainConfig(data="data", model="resnet8", batch=4, learning_rate=20, steps=200)
     same = train(replace(config, stop_patience=3, stop_metric="top1"))

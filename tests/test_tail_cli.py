@@ -205,7 +205,7 @@ def test_steps_come_as_they_are_written_and_a_new_log_is_announced(tmp_path, sta
     out, err = process.communicate(timeout=LIMIT_S)
     assert (out, err) == (
         "",
-        "loss.jsonl was replaced; reading it from the start\nrun ended after 1 step, stopped by SIGINT\n",
+        "loss.jsonl was replaced; reading it from the start\nrun stopped by SIGINT after 1 step\n",
     )
     assert process.returncode == 0
 

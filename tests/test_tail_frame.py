@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from loopfeed.engine.commands.binned_losses import BinnedLosses
 from loopfeed.engine.commands.loss_chart import ASCII_GLYPHS, UNICODE_GLYPHS
-from loopfeed.engine.commands.tail_frame import Picture, end_text, frame_lines
+from loopfeed.engine.commands.tail_frame import Picture, frame_lines
 from loopfeed.engine.records.loss_log import LossRows, RunEnd, RunFacts
 from loopfeed.preprocess.quantities import duration_text
 from tests.chart_text import chart_text
@@ -32,22 +32,21 @@ def status(shown: Picture, now_s: float) -> str:
 
 def test_an_error_of_the_run_is_shown_without_its_control_characters():
     shown = picture([4.0], end=RunEnd(1, "error", "OSError: disk\x1b[2J full"), num_unreadable=2)
-    assert status(shown, 0.0).endswith(
-        "run ended after 1 step with an error: OSError: disk?[2J full  2 unreadable lines"
-    )
+    assert status(shown, 0.0).endswith("run failed after 1 step: OSError: disk?[2J full  2 unreadable lines")
 
 
 @pytest.mark.parametrize(
     ("end", "text"),
     [
-        (RunEnd(150, "steps"), "run ended after 150 steps: all steps done"),
-        (RunEnd(1_500, "SIGTERM"), "run ended after 1,500 steps, stopped by SIGTERM"),
-        (RunEnd(3, "error", "OSError: full"), "run ended after 3 steps with an error: OSError: full"),
+        (RunEnd(150, "steps"), "run done after 150 steps"),
+        (RunEnd(8, "patience"), "run done, no better evaluation in time (--stop-patience), after 8 steps"),
+        (RunEnd(1_500, "SIGTERM"), "run stopped by SIGTERM after 1,500 steps"),
+        (RunEnd(3, "error", "OSError: full"), "run failed after 3 steps: OSError: full"),
         (RunEnd(None, None), "run ended"),
     ],
 )
 def test_the_end_of_a_run_is_described_with_its_reason(end, text):
-    assert end_text(end) == text
+    assert end.line() == text
 
 
 @given(

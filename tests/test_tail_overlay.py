@@ -103,7 +103,7 @@ def test_a_run_that_appears_later_is_followed_to_its_end(tmp_path):
     assert result.exit_code == 0
     assert result.stdout.count("second: step") == 4
     assert result.stderr == "".join(
-        f"{name}: run ended after {count} steps: all steps done\n" for name, count in (("first", 3), ("second", 4))
+        f"{name}: run done after {count} steps\n" for name, count in (("first", 3), ("second", 4))
     )
 
 
@@ -179,7 +179,7 @@ def test_an_ended_run_that_is_resumed_is_followed_on(tmp_path):
     result = tail(first, second, *FAST)
     resumes.join()
     assert result.stdout.count("first: step") == 5
-    assert "first: run ended after 5 steps" in result.stderr
+    assert "first: run done after 5 steps" in result.stderr
     assert result.exit_code == 0
 
 

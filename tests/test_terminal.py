@@ -81,13 +81,19 @@ def test_the_line_has_the_epoch_and_the_best_evaluation_as_far_as_there_is_room(
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "best"), [(math.nan, math.nan, "best loss 1.5000"), (0.5, 0.25, "50.00 %")]
+    ("first", "second", "keep_best", "best"),
+    [
+        (math.nan, math.nan, None, "best loss 1.5000"),
+        (0.5, 0.25, None, "50.00 %"),
+        (0.5, 0.75, "loss", "best loss 1.5000"),
+        (0.5, 0.75, "top5", "best top-5 98.76 %"),
+    ],
 )
-def test_the_best_of_a_resumed_run_counts_the_evaluations_before_it(tmp_path, first, second, best):
+def test_the_best_of_a_resumed_run_counts_the_evaluations_before_it(tmp_path, first, second, keep_best, best):
     lines = [evaluation(10, first, 1.5), evaluation(20, 0.99 if best[0] == "5" else math.nan, 0.1)]
     (tmp_path / "eval.jsonl").write_text("".join(each.to_json() + "\n" for each in lines))
     sink, _ = make_sink()
-    sink.describe_run(RunDescription({}, {}, tmp_path, 15, None, print))
+    sink.describe_run(RunDescription({"keep_best": keep_best}, {}, tmp_path, 15, None, print))
     sink.write(record(16))
     sink.write_evaluation(evaluation(30, second, 1.75))
     assert best in sink.summary().plain

@@ -28,7 +28,7 @@ from loopfeed.engine.commands.followed_run import (
 )
 from loopfeed.engine.commands.held_signals import signals_held
 from loopfeed.engine.commands.run_names import distinct_names
-from loopfeed.engine.commands.tail_frame import Picture, Tick, end_text, frame_text, records_of
+from loopfeed.engine.commands.tail_frame import Picture, Tick, frame_text, records_of
 from loopfeed.preprocess.commands.completion import complete_folder
 from loopfeed.preprocess.commands.guarded_output import GuardedCommand, terminal_of
 from loopfeed.preprocess.commands.output_stream import OutputStream
@@ -254,7 +254,7 @@ class LinePrinter:
             lines = self._lines(rows, tick.facts.steps, up_to_step, is_last=is_last)
             click.echo("".join(f"{self._prefix}{line}\n" for line in lines), nl=False)
         if tick.end is not None and tick.end != self._end:
-            self._tell(end_text(tick.end))
+            self._tell(tick.end.line())
         self._end = tick.end
 
     def _lines(self, rows: "LossRows", steps: int | None, up_to_step: float, *, is_last: bool) -> Iterator[str]:

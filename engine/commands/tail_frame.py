@@ -76,23 +76,6 @@ def records_of(rows: "LossRows") -> "Iterator[LossRecord]":
         yield LossRecord(*row)
 
 
-def end_text(end: "RunEnd") -> str:
-    """Return a printable line that says after how many steps and why a run ended."""
-    steps = "" if end.steps_done is None else f" after {quantity(end.steps_done, 'step')}"
-    reasons = {
-        "steps": ": all steps done",
-        "top1": ": top-1 accuracy reached",
-        "patience": ": no better evaluation in time (--stop-patience)",
-        "error": " with an error",
-        "KeyboardInterrupt": ", stopped at once by Ctrl-C",
-        "callback": ", stopped by a callback",
-        None: "",
-    }
-    reason = reasons.get(end.stopped_by, f", stopped by {end.stopped_by}")
-    error = "" if end.error is None else f": {end.error}"
-    return printable_line(f"run ended{steps}{reason}{error}")
-
-
 def status_fields(picture: Picture, now_s: float) -> list[str]:
     """Return the text fields to show below the chart; `now_s` is the current time in seconds since the Unix epoch."""
     from loopfeed.engine.stream.sinks import loss_fields, loss_number, metric_fields
@@ -113,7 +96,7 @@ def status_fields(picture: Picture, now_s: float) -> list[str]:
     if len(history.newest) and picture.end is None:
         fields += clock_fields(newest.step, facts.steps, history.seconds_per_step, now_s - newest.time)
     if picture.end is not None:
-        fields.append(end_text(picture.end))
+        fields.append(picture.end.line())
     if picture.num_unreadable:
         fields.append(quantity(picture.num_unreadable, "unreadable line"))
     return fields

@@ -7,7 +7,7 @@ from contextlib import suppress
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from loopfeed.engine.records.evaluation_log import EvaluationLog
+from loopfeed.engine.records.evaluation_log import EvaluationLog, best_evaluation, compared_by, value_of
 from loopfeed.engine.records.run_folder import EVALUATION_LOG
 from loopfeed.engine.stream.sinks import (
     EvaluationProgress,
@@ -16,6 +16,7 @@ from loopfeed.engine.stream.sinks import (
     RunDescription,
     evaluation_words,
 )
+from loopfeed.preprocess.printable import printable_line
 from loopfeed.preprocess.quantities import quantity
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ class ProgressSink:
         self._image_at, self._epoch_images = image_at, epoch_images
         self._num_epochs = image_at(steps) / epoch_images if epoch_images else 0.0
         self._best: EvaluationRecord | None = None
+        self._compared: str | None = None
         self._evaluation: EvaluationProgress | None = None
         self._recent: deque[LossRecord] = deque(maxlen=_SMOOTHED_STEPS)
         self._history = LossHistory()
@@ -81,7 +83,8 @@ class ProgressSink:
         self._task = self._progress.add_task("train", total=steps)
 
     def describe_run(self, description: RunDescription) -> None:
-        """Begin with the best evaluation of the launches before."""
+        """Begin with the best evaluation of the launches before, by `keep_best`, else by top-1."""
+        self._compared = description.settings["keep_best"]
         if description.run_dir is not None:
             with suppress(OSError):  # only what is shown depends on it
                 for record in EvaluationLog(description.run_dir / EVALUATION_LOG).read():
@@ -115,8 +118,8 @@ class ProgressSink:
         console.print(evaluation_words(record, console.width), markup=False, highlight=False, soft_wrap=True)
 
     def _compare(self, record: EvaluationRecord) -> None:
-        if self._best is None or _goodness(record) > _goodness(self._best):
-            self._best = record
+        known = [record] if self._best is None else [self._best, record]
+        self._best = best_evaluation(known, compared_by(known, self._compared))
 
     def close(self) -> None:
         """Draw the progress line for the last time and leave it on the screen."""
@@ -166,15 +169,11 @@ class ProgressSink:
     def _best_text(self) -> str:
         if self._best is None:
             return ""
-        if math.isnan(self._best.top1):
-            return "" if math.isnan(self._best.loss) else f"  best loss {self._best.loss:.4f}"
-        return f"  best {100 * self._best.top1:.2f} %"
-
-
-def _goodness(record: EvaluationRecord) -> tuple[float, float]:
-    """Return a key that is larger for a better evaluation: by top-1, else by the loss."""
-    top1, loss = (-math.inf if math.isnan(each) else each for each in (record.top1, -record.loss))
-    return top1, loss if math.isnan(record.top1) else 0.0
+        metric = compared_by([self._best], self._compared)
+        value = value_of(metric, self._best)
+        if metric.name in ("top1", "top5"):
+            return f"  best {'top-5 ' * (metric.name == 'top5')}{100 * value:.2f} %"
+        return f"  best {printable_line(metric.name)} {value:.4f}"
 
 
 class LossHistory:

@@ -17,8 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from loopfeed.engine.objective.best_metric import BestMetric, parse_metric
-from loopfeed.engine.records.evaluation_log import EvaluationLog, value_of
+from loopfeed.engine.records.evaluation_log import EvaluationLog, best_evaluation, compared_by, value_of
 from loopfeed.engine.records.run_folder import EVALUATION_LOG
 from loopfeed.engine.stream.sinks import EvaluationRecord, LossRecord, RunDescription
 from loopfeed.preprocess.printable import printable
@@ -45,15 +44,14 @@ class EventCommand:
 
     Args:
         command: a line for the shell.
-        metric: the metric by which evaluations are compared, as the setting `keep_best`; None is top-1.
+        metric: the metric by which evaluations are compared, as the setting `keep_best`; None is top-1, or the loss.
     """
 
     is_display = True
 
     def __init__(self, command: str, metric: str | None) -> None:
-        self._command = command
-        self._metric = None if metric is None else parse_metric(metric)
-        self._best: float | None = None
+        self._command, self._compared = command, metric
+        self._best: EvaluationRecord | None = None
         self._step, self._run_dir, self._say = 0, "", lambda _: None
         self._is_finite, self._has_warned = True, False
         self._events: queue.SimpleQueue[_Event | None] = queue.SimpleQueue()
@@ -68,7 +66,7 @@ class EventCommand:
             with suppress(OSError):
                 for record in EvaluationLog(description.run_dir / EVALUATION_LOG).read():
                     if record.step <= self._step:
-                        self._is_new_best(record)
+                        self._compare(record)
 
     def open(self) -> None:
         """Do nothing: the thread starts with the first event."""
@@ -82,10 +80,11 @@ class EventCommand:
 
     def write_evaluation(self, record: EvaluationRecord) -> None:
         """Tell of an evaluation that is better than all before."""
-        metric = self._is_new_best(record)
-        if metric is not None:
-            what = f"new best {metric.name} {self._best:.6g} at step {record.step}"
-            self.tell("new-best", what, metric=metric.name, value=self._best, loss=record.loss)
+        if self._compare(record):
+            metric = compared_by([record], self._compared)
+            value = value_of(metric, record)
+            what = f"new best {metric.name} {value:.6g} at step {record.step}"
+            self.tell("new-best", what, metric=metric.name, value=value, loss=record.loss)
 
     def close(self) -> None:
         """Do nothing: the end of the run is the last event."""
@@ -123,15 +122,11 @@ class EventCommand:
             except RuntimeError as error:  # the system refuses to start another thread
                 self._warn(str(error))
 
-    def _is_new_best(self, record: EvaluationRecord) -> BestMetric | None:
-        metric = self._metric or parse_metric("loss" if math.isnan(record.top1) else "top1")
-        value = value_of(metric, record)
-        if math.isnan(value):
-            return None
-        if self._best is not None and not (value > self._best if metric.is_larger_better else value < self._best):
-            return None
-        self._best = value
-        return metric
+    def _compare(self, record: EvaluationRecord) -> bool:
+        """Return whether an evaluation is the best so far."""
+        known = [record] if self._best is None else [self._best, record]
+        self._best = best_evaluation(known, compared_by(known, self._compared))
+        return self._best is record
 
     def _work(self) -> None:
         while (event := self._events.get()) is not None:

@@ -1,4 +1,4 @@
-"""Reads `RUN/eval.jsonl` while it grows, and finds the best snapshot of a run by it.
+"""Reads `RUN/eval.jsonl` while it grows, and finds the best evaluation in it.
 
 Owns what counts as a readable evaluation. Must not know: settings,
 terminals, jax, how an evaluation is computed or a snapshot written.
@@ -6,11 +6,11 @@ terminals, jax, how an evaluation is computed or a snapshot written.
 
 import json
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from loopfeed.engine.objective.best_metric import BestMetric
+from loopfeed.engine.objective.best_metric import BestMetric, parse_metric
 from loopfeed.engine.records.limits import LONGEST_LINE_BYTES
 from loopfeed.engine.records.loss_log import GrowingLog
 from loopfeed.engine.stream.sinks import EvaluationRecord
@@ -89,16 +89,28 @@ def value_of(metric: BestMetric, record: EvaluationRecord) -> float:
     return float(found) if isinstance(found, int | float) and math.isfinite(found) else math.nan
 
 
-def best_step(evaluations: Sequence[EvaluationRecord], steps: Collection[int], metric: BestMetric) -> int | None:
-    """Return which of the steps was evaluated best, the earliest of equals; None if none has a number.
+def compared_by(evaluations: Iterable[EvaluationRecord], given: str | None) -> BestMetric:
+    """Return what says which of some evaluations is best: the setting `keep_best`, else top-1, else the loss."""
+    if given is None and all(math.isnan(each.top1) for each in evaluations):
+        return BestMetric("loss", False)
+    return parse_metric(given or "top1")
+
+
+def best_evaluation(evaluations: Iterable[EvaluationRecord], metric: BestMetric) -> EvaluationRecord | None:
+    """Return the best of some evaluations, the earliest of equals; None if none has a finite number.
 
     Args:
-        evaluations: the evaluations of the run; of several at one step the last counts.
-        steps: the steps of the snapshots.
+        evaluations: some evaluations of a run; of several at one step the last counts.
         metric: the number to compare.
     """
-    among = set(steps)
-    values = {each.step: value_of(metric, each) for each in evaluations if each.step in among}
-    known = {step: value for step, value in values.items() if not math.isnan(value)}
+    latest = {each.step: each for each in evaluations}
+    known = [each for each in latest.values() if not math.isnan(value_of(metric, each))]
     sign = -1 if metric.is_larger_better else 1
-    return min(known, key=lambda step: (sign * known[step], step), default=None)
+    return min(known, key=lambda each: (sign * value_of(metric, each), each.step), default=None)
+
+
+def best_step(evaluations: Iterable[EvaluationRecord], steps: Collection[int], metric: BestMetric) -> int | None:
+    """Return which of some steps, such as those of the snapshots, was evaluated best, as `best_evaluation`."""
+    among = set(steps)
+    best = best_evaluation([each for each in evaluations if each.step in among], metric)
+    return None if best is None else best.step

@@ -16,6 +16,8 @@ import numpy.typing as npt
 
 from loopfeed.engine.records.folder_lock import is_leftover
 from loopfeed.engine.records.limits import LONGEST_LINE_BYTES, MOST_JSON_BYTES
+from loopfeed.preprocess.printable import printable_line
+from loopfeed.preprocess.quantities import quantity
 from loopfeed.preprocess.regular_file import open_regular, read_regular
 
 # Here rather than in `run_folder`, which loads the settings and importlib.metadata: 50 ms of a start of 400 ms.
@@ -256,11 +258,13 @@ _END_WORDS = {
     "top1": "done, top-1 reached",
     "patience": "done, no better evaluation in time (--stop-patience)",
     "callback": "stopped by a callback",
+    "KeyboardInterrupt": "stopped at once by Ctrl-C",
+    "error": "failed",
 }
 
 
 def end_words(stopped_by: str) -> str:
-    """Return how a run without an error ended, in words; `stopped_by` is as in a `TrainResult`."""
+    """Return how a run ended, in words; `stopped_by` is as in a `TrainResult`."""
     return _END_WORDS.get(stopped_by, f"stopped by {stopped_by}")
 
 
@@ -278,6 +282,17 @@ class RunEnd:
         if self.error is not None or self.stopped_by == "error":
             return "failed"
         return "done" if self.stopped_by in COMPLETE_ENDS else "stopped"
+
+    def line(self, planned: int | None = None) -> str:
+        """Return a printable line such as `run stopped by SIGTERM after 7 of 12 steps`; planned steps if it stopped."""
+        words = "ended" if self.stopped_by is None else end_words(self.stopped_by)
+        text = f"run {'failed' if self.outcome == 'failed' else words}"
+        if self.steps_done is not None:
+            steps = quantity(self.steps_done, "step")
+            if planned is not None and self.outcome == "stopped":
+                steps = f"{self.steps_done:,} of {quantity(planned, 'step')}"
+            text += f"{',' * (',' in text)} after {steps}"
+        return printable_line(text if self.error is None else f"{text}: {self.error}")
 
 
 def read_last_rows(path: Path, most_rows: int) -> LossRows | None:

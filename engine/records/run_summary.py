@@ -10,8 +10,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from loopfeed.engine.objective.best_metric import parse_metric
 from loopfeed.engine.records.digests import SEAL, is_as_sealed
-from loopfeed.engine.records.evaluation_log import EvaluationLog
+from loopfeed.engine.records.evaluation_log import EvaluationLog, best_evaluation
 from loopfeed.engine.records.folder_lock import is_locked, was_killed
 from loopfeed.engine.records.limits import MOST_JSON_BYTES
 from loopfeed.engine.records.loss_log import NO_ROWS, read_last_rows, read_run_end
@@ -124,7 +125,7 @@ def _summarise(folder: Path, now_s: float, name: str, changed_s: float | None) -
         is_ours = (folder / LOSS_LOG).exists() or (folder / RESULT).exists() or recorded
         state = "damaged" if is_ours else "foreign"
     settings, resolved = (_object(recorded.get(key)) for key in ("config", "resolved"))
-    best = max((each for each in evaluations if not math.isnan(each.top1)), key=lambda each: each.top1, default=None)
+    best = best_evaluation(evaluations, parse_metric("top1"))
     runtime = _read_object(folder / RUNTIME)
     steps, speeds = settings.get("steps"), sorted(each for each in rows.images_per_s.tolist() if math.isfinite(each))
     return RunSummary(

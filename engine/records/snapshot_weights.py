@@ -11,7 +11,7 @@ import numpy as np
 
 from loopfeed.engine.images.unpack import LEAST_STD
 from loopfeed.engine.objective.best_metric import parse_metric
-from loopfeed.engine.records.evaluation_log import EvaluationLog, best_step, value_of
+from loopfeed.engine.records.evaluation_log import EvaluationLog, best_evaluation, value_of
 from loopfeed.engine.records.folder_state import check_config_digest
 from loopfeed.engine.records.recorded_run import RecordedRun, read_recorded, recorded_user_parts
 from loopfeed.engine.records.run_folder import CONFIG, EVALUATION_LOG, SNAPSHOTS
@@ -63,16 +63,15 @@ def find_best(run: Path, given: str | None, notify: Callable[[str], None]) -> in
     metric = parse_metric(given or read_recorded(run).config.keep_best or "top1")
     steps = snapshot_steps(run / SNAPSHOTS)
     evaluations = EvaluationLog(run / EVALUATION_LOG).read()
-    step = best_step(evaluations, steps, metric)
-    if step is None:
+    best = best_evaluation([each for each in evaluations if each.step in steps], metric)
+    if best is None:
         raise ValueError(
             f"the best snapshot must have been evaluated at its own step, but of those of {run} "
             f"({', '.join(map(str, steps)) or 'none'}) none has {metric.name} in {EVALUATION_LOG}: choose a step "
             "(--snapshot STEP), and evaluate as often as snapshots are taken (--eval-every)"
         )
-    value = next(value_of(metric, each) for each in reversed(evaluations) if each.step == step)
-    notify(f"best snapshot: step {step:,}, {metric.name} {value:g}")
-    return step
+    notify(f"best snapshot: step {best.step:,}, {metric.name} {value_of(metric, best):g}")
+    return best.step
 
 
 def _read(run: Path, recorded: RecordedRun, step: int) -> StoredWeights:

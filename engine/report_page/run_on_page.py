@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from loopfeed.engine.control.request import ControlEvent
+from loopfeed.engine.objective.best_metric import parse_metric
 from loopfeed.engine.profile.formats import COLUMNS
 from loopfeed.engine.records.control_log import CONTROL_LOG_NAME, read_events
-from loopfeed.engine.records.evaluation_log import EvaluationLog
+from loopfeed.engine.records.evaluation_log import EvaluationLog, best_evaluation
+from loopfeed.engine.records.loss_log import RunEnd
 from loopfeed.engine.records.machine import Topology
 from loopfeed.engine.records.recorded_run import RecordedRun, read_recorded
 from loopfeed.engine.records.run_folder import EVALUATION_LOG, LOSS_LOG, PROFILE
@@ -90,8 +92,7 @@ class Evaluations:
     @property
     def best(self) -> EvaluationRecord | None:
         """The evaluation with the best top-1 accuracy, None if none has one."""
-        ranked = [record for record in self.records if not math.isnan(record.top1)]
-        return max(ranked, key=lambda record: record.top1, default=None)
+        return best_evaluation(self.records, parse_metric("top1"))
 
 
 @dataclass(frozen=True)
@@ -132,21 +133,11 @@ class RunOnPage:
     @property
     def state(self) -> str:
         """What the run does, or how it ended, as a sentence without its full stop."""
-        summary, end, steps = self.summary, self.summary.result, "an unknown number of steps"
-        if summary.step is not None:
-            steps = quantity(summary.step, "step")
+        summary, result = self.summary, self.summary.result
         match summary.state:
-            case "done" if end.get("stopped_by") == "top1":
-                return f"the run reached the accuracy that it was to stop at, after {steps}"
-            case "done" if end.get("stopped_by") == "patience":
-                return f"the run's evaluations did not become better in time (--stop-patience), after {steps}"
-            case "done":
-                return f"the run is complete, with {steps}"
-            case "failed":
-                return f"the run failed after {steps}: {end.get('error')}"
-            case "stopped":
-                planned = "" if summary.steps is None else f" of {summary.steps:,}"
-                return f"the run was stopped by {end.get('stopped_by')} after {steps}{planned}"
+            case "done" | "failed" | "stopped":
+                end = RunEnd(summary.step, result.get("stopped_by"), result.get("error"))
+                return end.line(summary.steps)
             case "starting" | "running":
                 return "the run is in progress"
             case "killed":
@@ -242,5 +233,6 @@ def _read_evaluations(folder: Path, most: int) -> Evaluations | Absent:
         return Absent("the run has not been evaluated yet, or had no images to be evaluated on")
     steps = sorted(by_step)
     every = -(-len(steps) // most)
-    best = max(steps, key=lambda step: (not math.isnan(by_step[step].top1), by_step[step].top1))
-    return Evaluations(tuple(by_step[step] for step in sorted({*steps[::every], best, steps[-1]})), every)
+    best = best_evaluation(by_step.values(), parse_metric("top1"))
+    kept = {*steps[::every], steps[-1]} | (set() if best is None else {best.step})
+    return Evaluations(tuple(by_step[step] for step in sorted(kept)), every)
