@@ -432,7 +432,8 @@ class TrainConfig:
         None, OPTIMISER, _PROGRAM, _KEPT,
         "Regular expressions, separated by commas, that match whole dotted paths of parameters, which are not trained, "
         "and of batch statistics, which stay as they are.", unit="REGEX", default_text="nothing is frozen",
-        joined_by=",", details="The option can be repeated. A normalisation still uses the statistics of the batch.",
+        joined_by=",",
+        details="The option can be repeated. A batch norm whose running statistics are frozen normalises with them.",
         by_stage=True,
     )
     groups: str | None = setting(

@@ -12,7 +12,9 @@ def conv(x, kernel, stride=1):
     )
 
 
-def norm(x, params, stats):
+def norm(x, params, stats, fixed=False):
+    if fixed:
+        return (x - stats["mean"]) / jnp.sqrt(stats["var"] + 1e-5) * params["scale"] + params["bias"], stats
     mean, var = x.mean((0, 1, 2)), x.var((0, 1, 2))
     count = x.size // x.shape[-1]
     moved = {
@@ -22,19 +24,23 @@ def norm(x, params, stats):
     return (x - mean) / jnp.sqrt(var + 1e-5) * params["scale"] + params["bias"], moved
 
 
-def forward(params, stats, x):
+def forward(params, stats, x, fixed=()):
+    """Return logits and moved statistics; the norms of the layers `fixed` normalise with theirs, which stay."""
     new = {}
-    x, new["bn1"] = norm(conv(x, params["conv1"]["kernel"]), params["bn1"], stats["bn1"])
+    x, new["bn1"] = norm(conv(x, params["conv1"]["kernel"]), params["bn1"], stats["bn1"], "bn1" in fixed)
     x = jax.nn.relu(x)
     for stage, stride in (("layer1", 1), ("layer2", 2), ("layer3", 2)):
+        if stage not in params:  # of the small one of `small_resnets`
+            continue
+        still = stage in fixed
         p, s = params[stage]["0"], stats[stage]["0"]
         n = {}
-        y, n["bn1"] = norm(conv(x, p["conv1"]["kernel"], stride), p["bn1"], s["bn1"])
-        y, n["bn2"] = norm(conv(jax.nn.relu(y), p["conv2"]["kernel"]), p["bn2"], s["bn2"])
+        y, n["bn1"] = norm(conv(x, p["conv1"]["kernel"], stride), p["bn1"], s["bn1"], still)
+        y, n["bn2"] = norm(conv(jax.nn.relu(y), p["conv2"]["kernel"]), p["bn2"], s["bn2"], still)
         if "downsample" in p:
             n["downsample"] = {}
             x, n["downsample"]["1"] = norm(
-                conv(x, p["downsample"]["0"]["kernel"], stride), p["downsample"]["1"], s["downsample"]["1"]
+                conv(x, p["downsample"]["0"]["kernel"], stride), p["downsample"]["1"], s["downsample"]["1"], still
             )
         x = jax.nn.relu(y + x)
         new[stage] = {"0": n}

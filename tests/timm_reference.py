@@ -89,6 +89,11 @@ def mobile(name, image_size, out):
     np.savez(out, images=images.numpy(), **arrays)
 
 
+def channels_last(tensor):
+    """Return a kernel laid out in memory as those of the package are, which come from TensorFlow."""
+    return tensor.permute(2, 3, 1, 0).contiguous().permute(3, 2, 0, 1) if tensor.ndim == 4 else tensor
+
+
 def old(name, file, out):
     net = timm.create_model(name, pretrained=False)
     first, last = OLD_TOP
@@ -100,7 +105,9 @@ def old(name, file, out):
     of_timm = list(dict.fromkeys(key.rpartition(".")[0] for key in net.state_dict()))
     names = dict(zip(of_timm, layers, strict=True))
     state = net.state_dict()
-    torch.save({f"{names[key.rpartition('.')[0]]}.{key.rpartition('.')[2]}": state[key] for key in state}, file)
+    torch.save(
+        {f"{names[key.rpartition('.')[0]]}.{key.rpartition('.')[2]}": channels_last(state[key]) for key in state}, file
+    )
     np.savez(out, **{key: value.numpy() for key, value in state.items()})
 
 

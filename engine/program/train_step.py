@@ -16,7 +16,7 @@ from loopfeed.engine.program.observed import SeenImages, observe_images
 from loopfeed.engine.program.train_state import TrainModel, TrainState
 from loopfeed.engine.scopes import FORWARD, LOSS, OPT_STEP, PUSH
 from loopfeed.engine.updates.reach import UNKNOWN, Reach
-from loopfeed.engine.updates.selection import join_frozen, keep_frozen, split_frozen
+from loopfeed.engine.updates.selection import join_frozen, keep_frozen, mark_frozen, split_frozen, unmark_frozen
 from loopfeed.engine.updates.settings import CompiledSettings, RuntimeSettings
 from loopfeed.engine.updates.skipping import choose
 from loopfeed.engine.updates.update import Microbatch, Outcome, Weights, update_weights
@@ -51,11 +51,12 @@ def train_step(
     keys = {"key": model_keys(values.seed_words, at)} if settings.takes_key else {}
 
     trained, frozen = split_frozen(state.params, settings.frozen)
+    given_stats = mark_frozen(state.batch_stats, settings.frozen) if settings.fixes_norms else state.batch_stats
 
     def loss_of(trained: Any) -> tuple[jax.Array, tuple[Any, Any]]:
         params = join_frozen(trained, frozen)
         with jax.named_scope(FORWARD), normalising_over(settings.norm_groups):
-            outputs, batch_stats = model.apply(params, state.batch_stats, images, train=True, **keys)
+            outputs, batch_stats = model.apply(params, given_stats, images, train=True, **keys)
         with jax.named_scope(LOSS):
             loss = settings.objective.training_loss(
                 outputs, batch.labels, mix_weight, values.smoothing, values.class_weights
@@ -65,6 +66,8 @@ def train_step(
     (loss, (batch_stats, outputs)), gradients = jax.value_and_grad(loss_of, has_aux=True)(trained)
     with jax.named_scope(LOSS):
         metrics = settings.objective.training_metrics(outputs, batch.labels)
+    if settings.fixes_norms:
+        batch_stats = unmark_frozen(batch_stats)
     batch_stats = keep_frozen(batch_stats, state.batch_stats, settings.frozen)
     hyperparams = values.hyperparams
     factor = hyperparams.learning_rate * learning_rate_factor

@@ -17,6 +17,7 @@ from loopfeed.engine.feed.batches import image_shape, label_form_of, whole_of
 from loopfeed.engine.named_parts import record_named
 from loopfeed.engine.owners import absolute_location
 from loopfeed.engine.parts import USER_SOURCES, UserParts, name_of
+from loopfeed.engine.patterns import parse_freeze
 from loopfeed.engine.processes import this_process
 from loopfeed.engine.program.kernels import describe_kernels, record_kernels
 from loopfeed.engine.program.train_state import TrainModel, name_of_model
@@ -27,6 +28,7 @@ from loopfeed.engine.run.infeeds import depth_of
 from loopfeed.engine.run.run import Run
 from loopfeed.engine.run.run_stages import describe_stages
 from loopfeed.engine.run.starting_weights import check_given_weights
+from loopfeed.engine.updates.selection import has_frozen_norms
 from loopfeed.models.families.pooled_convnet import PooledConvNet
 from loopfeed.models.registry import model_names, networks
 from loopfeed.preprocess.quantities import quantity
@@ -66,19 +68,28 @@ _CHANGED_RULES = {
         2, "kept the rows of the file by their number", "compares the classes by their identifiers"
     ),
     _NEW_CLASSIFIER: ChangedRule(2, "was drawn from the seed", "is zero"),
+    "the normalisation of frozen batch norms": ChangedRule(
+        2, "was by the statistics of each batch", "is by the running statistics"
+    ),
 }
 # Where a share of such a size was a whole number, and rounding passed by it.
 _SIDE, _MAGNITUDES = 331, (11, 21, 22)
 
 
 def rules_of(
-    config: TrainConfig, parts: UserParts, model: TrainModel, data: RunData, given: InitialWeights | None = None
+    config: TrainConfig,
+    parts: UserParts,
+    model: TrainModel,
+    data: RunData,
+    given: InitialWeights | None = None,
+    batch_stats: Any = None,
 ) -> dict[str, int]:
     """Return the numbers of the changed rules that a launch uses, by name.
 
     Args:
         config, parts, model, data: of the launch.
         given: the initial weights that it read, None if it read none.
+        batch_stats: those of the model, which may be abstract; None if it has none.
     """
     stages = config.by_stage
     used = {
@@ -94,6 +105,9 @@ def rules_of(
         ),
         _CLASSIFIER: given is not None and given.is_by_identifier,
         _NEW_CLASSIFIER: given is not None and given.has_new_classifier,
+        "the normalisation of frozen batch norms": (
+            parts.model is None and any(has_frozen_norms(batch_stats, parse_freeze(each.freeze)) for each in stages)
+        ),
     }
     return {name: _CHANGED_RULES[name].number for name, is_used in used.items() if is_used}
 
@@ -203,7 +217,7 @@ def crossings_of(run: Run) -> dict[str, Any]:
 
 def rules_of_run(run: Run) -> dict[str, int]:
     """Return the numbers of the changed rules that a launch uses, by name."""
-    return rules_of(run.config, run.parts, run.model, run.data, run.given)
+    return rules_of(run.config, run.parts, run.model, run.data, run.given, run.state_shape.batch_stats)
 
 
 def check_is_as_recorded(run: Run) -> None:

@@ -176,6 +176,7 @@ def compiled_settings_of_run(
     group = config.batch if config.batch_norm_sync else config.batch_norm_group
     return replace(
         settings,
+        fixes_norms=bool(settings.frozen) and parts.model is None,
         undecayed=model.undecayed if isinstance(model, Model) else (),
         takes_key=takes_key(model),
         replicas=Replicas(num_devices),

@@ -11,10 +11,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from loopfeed.engine.config import TrainConfig
+from loopfeed.engine.config import TrainConfig, stage_error
 from loopfeed.engine.data.open_data import RunData
 from loopfeed.engine.feed.batches import image_shape
 from loopfeed.engine.owners import storage_options_of
+from loopfeed.engine.patterns import parse_freeze
 from loopfeed.engine.program.train_state import TrainState
 from loopfeed.engine.records.initial_weights import InitialWeights, load_initial_weights
 from loopfeed.engine.records.recorded_run import RecordedRun
@@ -27,8 +28,11 @@ from loopfeed.engine.records.weights_metadata import (
     resize_rule_of,
 )
 from loopfeed.engine.run.resume import Resume
+from loopfeed.engine.settings import SettingError
+from loopfeed.engine.updates.selection import matches
 from loopfeed.engine.updates.settings import CompiledSettings
 from loopfeed.engine.updates.update import Weights, init_update
+from loopfeed.models.registry import find_network
 from loopfeed.preprocess.printable import printable
 
 GIVEN_WEIGHTS = "init_from_sha256"
@@ -57,7 +61,7 @@ def read_weights_of_run(
         data: the data of the run.
 
     Raises:
-        ValueError: the file does not fit the model.
+        ValueError: the file does not fit the model, or the settings freeze a classifier of zeros.
     """
     if config.init_from is None or start.snapshot is not None:
         return None
@@ -71,6 +75,7 @@ def read_weights_of_run(
         storage_options=storage_options_of(config),
         revision=recorded.get("revision"),
     )
+    _check_is_trained(config, registry_name, given)
     notes = [note for note in given.notes if not note.startswith("warning: ")]
     notify("; ".join([f"weights: {_describe_origin(given)}", *notes]))
     notify(f"input: {_describe_input(config, data, given)}")
@@ -78,6 +83,23 @@ def read_weights_of_run(
         if note not in notes:
             notify(note)
     return given
+
+
+def _check_is_trained(config: TrainConfig, registry_name: str | None, given: InitialWeights) -> None:
+    """Raise SettingError if a classifier of zeros is not trained from the first step, so that nothing else learns."""
+    if registry_name is None or not given.has_new_classifier:
+        return
+    path, frozen = f"{find_network(registry_name).head}.kernel", parse_freeze(config.by_stage[0].freeze)
+    if pattern := next((each for each in frozen if matches((each,), path)), None):
+        fault = (
+            f"the classifier is new, and zero, so nothing learns before it does, but {pattern!r} matches {path}: "
+            "leave it out of the patterns"
+        )
+        raise (
+            SettingError("freeze", "{setting}: {fault}", fault=fault)
+            if config.stages is None
+            else stage_error(1, config, f"freeze: {fault}")
+        )
 
 
 def _describe_origin(given: InitialWeights) -> str:

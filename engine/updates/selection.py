@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from loopfeed.engine.patterns import Group
+from loopfeed.models.layers.batch_norm import Frozen
 
 _NO_GROUP = Group("")
 
@@ -62,6 +63,35 @@ def keep_frozen(new: Any, before: Any, patterns: Sequence[str]) -> Any:
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf, old: old if matches(patterns, dotted_path(path)) else leaf, new, before
     )
+
+
+def mark_frozen(batch_stats: Any, patterns: Sequence[str]) -> Any:
+    """Return batch statistics of a network of the registry with those of wholly frozen norms marked as `Frozen`.
+
+    A norm is frozen if patterns match both of its statistics.
+    """
+    moved = {_parent(path) for path in dotted_paths(batch_stats) if not matches(patterns, path)}
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: leaf if _parent(dotted_path(path)) in moved else Frozen(leaf), batch_stats
+    )
+
+
+def unmark_frozen(batch_stats: Any) -> Any:
+    """Undo `mark_frozen`."""
+    return jax.tree.map(lambda leaf: leaf.value if _is_marked(leaf) else leaf, batch_stats, is_leaf=_is_marked)
+
+
+def has_frozen_norms(batch_stats: Any, patterns: Sequence[str]) -> bool:
+    """Return whether `mark_frozen` would mark a norm; the leaves may be abstract."""
+    return any(map(_is_marked, jax.tree.leaves(mark_frozen(batch_stats, patterns), is_leaf=_is_marked)))
+
+
+def _is_marked(leaf: Any) -> bool:
+    return isinstance(leaf, Frozen)
+
+
+def _parent(path: str) -> str:
+    return path.rpartition(".")[0]
 
 
 @dataclass(frozen=True)

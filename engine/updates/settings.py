@@ -42,6 +42,7 @@ class CompiledSettings:
         clips_value: whether to clip each element to `Hyperparams.clip_value`.
         frozen: patterns of the dotted paths of parameters that are not trained.
         frozen_by_stage: those of each stage of the run, if they differ.
+        fixes_norms: whether batch norms whose running statistics are not trained normalise with these.
         groups: factors on the learning rate and the weight decay of some parameters.
         augmentation: augmentation of the images.
         user_augmentation: a user-defined one, applied after `augmentation`.
@@ -71,6 +72,7 @@ class CompiledSettings:
     clips_value: bool = False
     frozen: tuple[str, ...] = ()
     frozen_by_stage: tuple[tuple[str, ...], ...] = ()
+    fixes_norms: bool = False
     groups: tuple[Group, ...] = ()
     augmentation: Augmentation = field(default_factory=Augmentation)
     user_augmentation: UserAugmentation | None = None

@@ -33,6 +33,12 @@ class RunningStats(NamedTuple):
     var: Float32[Array, "C"]
 
 
+class Frozen(NamedTuple):
+    """A running statistic that a norm normalises with in training as in evaluation, and returns as it is."""
+
+    value: Float32[Array, "C"]
+
+
 class NormGroups(NamedTuple):
     """Which images a norm averages over, if these are not all images that it is given.
 
@@ -91,7 +97,8 @@ def batch_norm(
     Args:
         x: of any floating dtype; statistics are float32.
         scale, bias: applied to the normalised values.
-        running: used in evaluation; moved in training by a tenth towards the batch's mean and unbiased variance.
+        running: used in evaluation; moved in training by a tenth towards the batch's mean and unbiased variance. If
+            both are `Frozen`, they are used in training too.
         train: whether to normalise with the mean and the biased variance of the batch, or of the groups of images of
             `normalising_over`; the running statistics then follow the mean over the groups.
         relu: whether a ReLU follows. Its derivative is computed twice, which is worthwhile only because it is so cheap.
@@ -108,6 +115,10 @@ def batch_norm(
         >>> [round(float(value), 4) for value in (*moved.mean, *moved.var)]  # 0.1 · 2, and 0.9 + 0.1 · 2
         [0.2, 1.1]
     """
+    if isinstance(running.mean, Frozen) and isinstance(running.var, Frozen):
+        values = RunningStats(running.mean.value, running.var.value)
+        y, _ = batch_norm(x, scale, bias, values, train=False, relu=relu, epsilon=epsilon)
+        return y, running
     if not train:
         centred = to_float32(x) - running.mean
         normal = centred * (scale * lax.rsqrt(running.var + epsilon)) + bias
