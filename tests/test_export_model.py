@@ -20,35 +20,27 @@ from loopfeed.engine.export.exported_model import ExportedModel
 from loopfeed.engine.export.onnx_file import onnx_file
 from loopfeed.engine.export.timm_folder import crop_share
 from loopfeed.engine.records.given_weights import read_given_weights
-from loopfeed.engine.records.weights import name_tensors, weights_file
-from loopfeed.engine.records.weights_metadata import describe_weights
 from loopfeed.engine.updates.update import Weights
-from loopfeed.models.registry import build_model
 from loopfeed.preprocess.decoding.decode import ResizeRule
-from loopfeed.preprocess.shards.classes import ImageClass
+from tests.drawn_weights import write_weights
+from tests.page_programs import page_program
 from tests.toy import Linear, toy_batch, toy_config
 
 pytestmark = pytest.mark.usefixtures("small_resnets")
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (5, 4, 4, 3), dtype=np.uint8)
-# What a process needs that has jax alone.
-WITH_JAX_ALONE = """
+# Before the page's program, which has jax alone, and after it.
+WITHOUT_OTHERS = """
 import sys
 class Refuse:
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in ("loopfeed", "onnx", "safetensors", "optax", "orbax", "flax", "equinox", "PIL"):
             raise ImportError(name)
 sys.meta_path.insert(0, Refuse())
-import json, zipfile
-import jax, numpy as np
-from jax import export
-with zipfile.ZipFile(sys.argv[1]) as file:
-    about = json.loads(file.read("model.json"))
-    program = export.deserialize(bytearray(file.read("program.bin")))
-images = np.load(sys.argv[2])
-for count in (1, 5):
-    found = program.call(images[:count])
-np.savez(sys.argv[3], **found)
+"""
+SAVED = """
+assert program.call(images[:1])["logits"].shape == (1, 3)
+np.savez("found.npz", **found)
 print(program.platforms, about["classes"][1]["name"], about["preprocessing"])
 """
 
@@ -58,25 +50,6 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("export") / "run"
     train(toy_config(steps=2, run_dir=folder), model=Linear(), batches=toy_batch)
     return folder
-
-
-def write_weights(folder, name):
-    """Write a file with the weights of a network for images of 32 px, three classes and a resize rule."""
-    model = build_model(name, num_classes=3, image_size=32)
-    params, batch_stats = jax.jit(model.init)(jax.random.key(0))
-    described = describe_weights(
-        model=name,
-        height=32,
-        width=32,
-        mean=(0.5, 0.4, 0.3),
-        std=(0.2, 0.3, 0.1),
-        num_classes=3,
-        classes=[ImageClass(f"n{number}", f"name {number}") for number in range(3)],
-        resize_rule={"size": 32, "resize": 37, "resample": "bilinear"},
-    )
-    path = folder / f"{name}.safetensors"
-    path.write_bytes(weights_file(name_tensors(name, params, batch_stats), described)[0])
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -104,26 +77,25 @@ def in_onnxruntime(content, pixels):
     return dict(zip(names, session.run(None, {"images": pixels}), strict=True)), session.get_modelmeta()
 
 
-def test_stablehlo_runs_in_a_process_with_jax_alone(weights, tmp_path):
+def test_the_program_of_the_page_runs_stablehlo_with_jax_alone(weights, tmp_path):
     pixels = np.random.default_rng(1).integers(0, 256, (5, 32, 32, 3), dtype=np.uint8)
     np.save(tmp_path / "images.npy", pixels)
-    export_model(weights, tmp_path / "a.stablehlo")
-    arguments = [tmp_path / "a.stablehlo", tmp_path / "images.npy", tmp_path / "found.npz"]
+    export_model(weights, tmp_path / "photos.stablehlo")
+    zeros = {"np.zeros((2, 224, 224, 3), np.uint8)": 'np.load("images.npy")'}
+    program = WITHOUT_OTHERS + page_program("export.md", "deserialize", zeros) + SAVED
     done = subprocess.run(
-        [sys.executable, "-c", WITH_JAX_ALONE, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True
     )
-    assert done.stdout.startswith("('cpu', 'cuda', 'tpu') name 1 {'size': 32, 'resize': 37, 'resample': 'bilinear'")
+    first, rest = done.stdout.split("\n", 1)
+    assert first.startswith("name ")
+    assert rest.startswith("('cpu', 'cuda', 'tpu') name 1 {'size': 32, 'resize': 37, 'resample': 'bilinear'")
     found = np.load(tmp_path / "found.npz")
     # XLA sums a convolution in another order than oneDNN.
     np.testing.assert_allclose(found["probabilities"], predicted(weights, pixels), rtol=2e-5, atol=1e-6)
     np.testing.assert_allclose(found["probabilities"], jax.nn.softmax(found["logits"]), rtol=1e-5)
 
 
-def test_onnx_computes_what_predict_does_for_any_number_of_images(weights, tmp_path):
+def test_onnx_computes_what_predict_does_for_any_number_of_images(weights, tmp_path, monkeypatch, capsys):
     pixels = np.random.default_rng(1).integers(0, 256, (5, 32, 32, 3), dtype=np.uint8)
     written = export_model(weights, tmp_path / "a.onnx")
     content = (tmp_path / "a.onnx").read_bytes()
@@ -143,6 +115,9 @@ def test_onnx_computes_what_predict_does_for_any_number_of_images(weights, tmp_p
     assert json.loads(described["classes"])[2] == {"id": "n2", "name": "name 2"}
     assert json.loads(described["preprocessing"]) == {"size": 32, "resize": 37, "resample": "bilinear", "crop": 32}
     assert json.loads(described["mean"]) == [0.5, 0.4, 0.3]
+    monkeypatch.chdir(tmp_path)
+    exec(page_program("export.md", "InferenceSession", {"photos.onnx": "a.onnx", "224": "32"}), {})
+    assert capsys.readouterr().out.startswith("name ")
 
 
 def test_a_folder_of_timm_says_what_the_weights_need_and_is_read_back(resnet18, tmp_path):
