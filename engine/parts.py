@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict
 
-from loopfeed.engine.config import NO_CLASS_WEIGHTS, OFF, TrainConfig
+from loopfeed.engine.config import NO_CLASS_WEIGHTS, OFF, SETTINGS, TrainConfig
 from loopfeed.engine.feed.batches import BatchFunction, BatchSource, EvaluationArrays, EvaluationSource, takes_rows
 from loopfeed.engine.feed.subsets import Indices
 from loopfeed.engine.given_values import check_takes, describe_given
@@ -53,6 +53,8 @@ def take_parts(arguments: PartArguments) -> "UserParts":
     for name in arguments:
         if name not in known:
             near = f": {WEIGHTS_BY_NAME}" if is_about_weights(name) else did_you_mean(name, known)
+            if name in SETTINGS:
+                near = f": it is a setting; give it to the configuration, as TrainConfig({name}=…)"
             raise TypeError(f"unexpected keyword argument {name!r}{near}")
     return UserParts(**arguments)
 

@@ -161,6 +161,25 @@ def test_the_default_cadence_is_the_least_number_of_epochs_that_is_allowed(num_i
         assert -(-steps // steps_of(epochs - 1)) > MOST_EVALUATIONS
 
 
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        (
+            {"steps": 1000, "batch": 128},
+            ["1,000 steps of 128 images are 1,910 epochs of the 67;"],
+        ),
+        ({"steps": 150, "batch": 128}, []),
+        ({"epochs": 400, "batch": 64}, []),
+    ],
+)
+def test_many_epochs_are_told_if_only_the_steps_are_given(values, said):
+    told: list[str] = []
+    settle_epochs(TrainConfig(**values), 67, notify=told.append)
+    settle_epochs(TrainConfig(resume=True, run_dir="run", **values), 67, notify=told.append)
+    rest = " --epochs counts in epochs"
+    assert [each.removeprefix("steps: ").removesuffix(rest) for each in told if each.startswith("steps")] == said
+
+
 def test_every_cadence_can_be_in_epochs():
     given: dict[str, Any] = {
         **{"eval_every_steps": "1e", "snapshot_every_steps": "0.5e", "warmup_steps": "0.3e", "steps": "6e"},

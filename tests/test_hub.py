@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import math
 import sys
 import time
@@ -96,14 +97,17 @@ def test_a_repository_is_read_with_its_config_and_again_from_the_cache_without_a
         ("silent", "was not downloaded within 0.5 s: try again"),
     ],
 )
-def test_what_goes_wrong_at_the_hub_is_one_line_with_a_remedy(hub, monkeypatch, fault, message):
+def test_what_goes_wrong_at_the_hub_is_one_line_with_a_remedy(hub, monkeypatch, caplog, fault, message):
     hub.commit(files_of(drawn("resnet8", 10)))
     hub.fault = fault
     if fault == "silent":
         monkeypatch.setattr(hub_module, "_DOWNLOAD_LIMIT_S", 0.5)
+    logging.getLogger("huggingface_hub").addHandler(caplog.handler)
     with pytest.raises(HubError, match=message) as caught:
         read_given_weights(NAME)
+    logging.getLogger("huggingface_hub").removeHandler(caplog.handler)
     assert "\n" not in str(caught.value)
+    assert caplog.messages == []  # the hub's library tells of each try
 
 
 def test_what_is_not_at_the_hub_is_named(hub, monkeypatch):

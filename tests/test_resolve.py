@@ -1,5 +1,6 @@
 """Resolving settings to source, model and scale, and refused combinations."""
 
+import re
 from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
@@ -149,6 +150,11 @@ def test_settings_that_do_not_fit_own_batches_are_refused(values, message):
 
 def test_a_misspelt_part_is_refused_by_every_function_that_takes_parts() -> None:
     for function in (loopfeed.train, loopfeed.check_step, loopfeed.show_batch, loopfeed.explain_program):
-        wrong: Any = {"optimiser": optax.sgd(0.1)}
-        with pytest.raises(TypeError, match=r"^unexpected keyword argument 'optimiser': did you mean optimizer\?"):
-            function(TrainConfig(), **wrong)
+        for name, remedy in {
+            "optimiser": "did you mean optimizer?",
+            "data": "it is a setting; give it to the configuration, as TrainConfig(data=…)",
+            "optim": "did you mean optimizer?",
+        }.items():
+            wrong: Any = {name: optax.sgd(0.1)}
+            with pytest.raises(TypeError, match=f"^unexpected keyword argument '{name}': {re.escape(remedy)}"):
+                function(TrainConfig(), **wrong)

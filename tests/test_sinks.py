@@ -273,6 +273,10 @@ def lines_at(times, **options):
     ],
 )
 def test_plain_lines_come_every_few_seconds_or_steps_with_the_first_and_the_last(every, times, expected):
+    stream = io.StringIO()
+    sink = PlainSink(stream, steps=20, epoch_at=lambda step: step / 8)
+    sink.write(record(3))
+    assert stream.getvalue().endswith("  epoch 0.4/2.5\n")
     assert lines_at(times, every=every) == expected
 
 

@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from loopfeed.engine.commands.cli import main as run_train
+from loopfeed.engine.commands.tail_cli import main as tail_run
 from loopfeed.engine.config import SETTINGS, TrainConfig
 from loopfeed.models.names import MODEL_NAMES
 from loopfeed.models.registry import find_network, model_names, networks
@@ -65,6 +66,9 @@ def test_names_of_other_trainers_lead_to_the_setting_and_say_what_it_takes():
         "No such option: --weights. Did you mean --init-from? Weights to start from: a safetensors file, a PyTorch "
         "state dict, a run, or hf-hub:timm/NAME.\n"
     )
+    for given in ("--log-interval", "--logging-steps", "--print-freq"):
+        for command in (run_train, tail_run):
+            assert "Did you mean --log-every? Print a " in CliRunner().invoke(command, [given, "5"]).stderr
     for given, setting in {
         "gpus": "devices",
         "early_stopping": "stop_patience",

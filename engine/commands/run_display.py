@@ -64,7 +64,11 @@ class LossDisplay:
         if self._console is None:
             from loopfeed.engine.stream.sinks import PlainSink
 
-            return [PlainSink(sys.stdout or io.StringIO(), steps=config.steps, every=self._log_every)]
+            stream, steps, epoch_at = sys.stdout or io.StringIO(), config.steps, None
+            if epoch_images:
+                ranges = config.step_ranges
+                epoch_at = lambda step: ranges.image_at(step) / epoch_images  # noqa: E731
+            return [PlainSink(stream, steps=steps, every=self._log_every, epoch_at=epoch_at)]
         from loopfeed.engine.commands.terminal import ProgressSink
 
         image_at = config.step_ranges.image_at

@@ -33,7 +33,7 @@ from loopfeed.preprocess.commands.completion import complete_folder
 from loopfeed.preprocess.commands.guarded_output import GuardedCommand, terminal_of
 from loopfeed.preprocess.commands.output_stream import OutputStream
 from loopfeed.preprocess.commands.storage import storage_option
-from loopfeed.preprocess.commands.suggesting import refuse_nan
+from loopfeed.preprocess.commands.suggesting import LOG_EVERY_ELSEWHERE, NamedElsewhere, refuse_nan
 from loopfeed.preprocess.printable import printable_line
 from loopfeed.preprocess.system_errors import describe_system_error, is_out_of_room, reading_remedy
 
@@ -69,6 +69,8 @@ def _above(low: float, high: float | None = None) -> click.FloatRange:
 @click.option("--last", type=click.IntRange(min=1), metavar="STEPS", help="Show only the last STEPS steps.")
 @click.option(
     "--log-every",
+    cls=NamedElsewhere,
+    also_called=LOG_EVERY_ELSEWHERE,
     type=click.IntRange(min=1),
     metavar="STEPS",
     show_default="every step with --last, else every 5 seconds",

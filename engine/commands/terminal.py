@@ -14,6 +14,7 @@ from loopfeed.engine.stream.sinks import (
     EvaluationRecord,
     LossRecord,
     RunDescription,
+    epoch_field,
     evaluation_words,
 )
 from loopfeed.preprocess.printable import printable_line
@@ -163,8 +164,7 @@ class ProgressSink:
     def _epoch_text(self, step: int) -> str:
         if not self._epoch_images:
             return ""
-        decimals = 1 if self._num_epochs < 100 else 0
-        return f"  epoch {self._image_at(step) / self._epoch_images:.{decimals}f}/{self._num_epochs:.{decimals}f}"
+        return f"  {epoch_field(self._image_at(step) / self._epoch_images, self._num_epochs)}"
 
     def _best_text(self) -> str:
         if self._best is None:

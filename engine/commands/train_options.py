@@ -14,6 +14,7 @@ from loopfeed.engine.config import COMPILATION, DATA, MONITORING, OUTPUT, SETTIN
 from loopfeed.engine.named_parts import OWN_PARTS
 from loopfeed.engine.recipes import load_recipe, recipe_names
 from loopfeed.preprocess.commands.completion import complete_word
+from loopfeed.preprocess.commands.suggesting import LOG_EVERY_ELSEWHERE, NamedElsewhere
 
 _PROCESSES = ("spawn", "coordinator", "num_processes", "process_id", "peer_timeout", "join_timeout", "requeue")
 _ONLY_OWN = tuple(name for name in OWN_PARTS if name not in SETTINGS)
@@ -120,6 +121,8 @@ _RECIPE = click.option(
 _OF_THE_COMMAND = (
     click.option(
         "--log-every",
+        cls=NamedElsewhere,
+        also_called=LOG_EVERY_ELSEWHERE,
         type=click.IntRange(min=1),
         metavar="STEPS",
         show_default="a progress line on a terminal, else a line every 5 seconds",

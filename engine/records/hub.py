@@ -5,8 +5,11 @@ what is in the files.
 """
 
 import hashlib
+import logging
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -88,6 +91,18 @@ def _fetch(location: str, repository: str, revision: str) -> HubFiles:
     return HubFiles(weights, _file(location, repository, _CONFIG, commit), commit)
 
 
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Keep the hub's library from warning of each try that failed: the error that follows says it once."""
+    logger = logging.getLogger("huggingface_hub")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
 def _file(location: str, repository: str, name: str, revision: str) -> Path | None:
     """Return a file of a repository, None if it has no such file."""
     from huggingface_hub import _CACHED_NO_EXIST, errors, hf_hub_download, try_to_load_from_cache
@@ -96,14 +111,15 @@ def _file(location: str, repository: str, name: str, revision: str) -> Path | No
     where, server = printable(location), os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
     cache = os.environ.get("HF_HUB_CACHE")
     try:
-        path = hf_hub_download(
-            repository,
-            name,
-            revision=revision,
-            endpoint=server,
-            cache_dir=cache,
-            local_files_only=is_offline,
-        )
+        with _without_warnings():
+            path = hf_hub_download(
+                repository,
+                name,
+                revision=revision,
+                endpoint=server,
+                cache_dir=cache,
+                local_files_only=is_offline,
+            )
     except errors.GatedRepoError:
         raise HubError(
             f"{where} is gated: accept its terms at {server}/{repository}, and give your token in $HF_TOKEN or with: "

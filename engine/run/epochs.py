@@ -20,6 +20,8 @@ from loopfeed.preprocess.quantities import quantity
 _UNCOUNTED = TrainConfig()
 # Counted by the batches of the stages, since the beginning of the cycle; a cadence is one number of steps.
 _FROM_THE_START = ("epochs", "warmup_epochs")
+# More than any recipe has: whoever gives so many steps may have thought of epochs, or of a larger data set.
+_MANY_EPOCHS = 300
 
 
 def settle_epochs(
@@ -41,6 +43,8 @@ def settle_epochs(
     """
     config = _settle_stages(config, num_images, batches)
     given = [(epochs, steps) for epochs, steps in COUNTED_IN_EPOCHS if getattr(config, epochs) is not None]
+    if config.epochs is None and num_images is not None and not config.resume:
+        _notify_of_many_epochs(config, num_images, notify)
     if not given:
         return _with_checked_end(config)
     if num_images is None:
@@ -177,6 +181,13 @@ def _notify_of_length(settled: TrainConfig, num_images: int, notify: Callable[[s
     if settled.epochs is not None:
         steps = quantity(settled.steps, "step")
         notify(f"epochs: {settled.epochs:g} of {quantity(num_images, 'image')} each, {steps} in total")
+
+
+def _notify_of_many_epochs(config: TrainConfig, num_images: int, notify: Callable[[str], None]) -> None:
+    epochs = config.step_ranges.image_at(config.steps) / num_images
+    if epochs > _MANY_EPOCHS:
+        given = f"{quantity(config.steps, 'step')} of {quantity(config.images_per_step, 'image')}"
+        notify(f"steps: {given} are {epochs:,.0f} epochs of the {num_images:,}; --epochs counts in epochs")
 
 
 def _settled_count(config: TrainConfig, name: str, counted: str, num_images: int) -> int:

@@ -262,12 +262,15 @@ class PlainSink:
         stream: where to print.
         steps: the number of steps of the whole run.
         every: steps between lines; None prints one every few seconds. The first and the last step always have one.
+        epoch_at: the number of epochs that the run has seen after a step; None if there are no epochs.
     """
 
     is_display = True
 
-    def __init__(self, stream: TextIO, *, steps: int, every: int | None = 1) -> None:
-        self._stream, self._steps = stream, steps
+    def __init__(
+        self, stream: TextIO, *, steps: int, every: int | None = 1, epoch_at: Callable[[int], float] | None = None
+    ) -> None:
+        self._stream, self._steps, self._epoch_at = stream, steps, epoch_at
         self._choice = LineChoice(every)
         self._left_out: LossRecord | None = None
 
@@ -278,7 +281,7 @@ class PlainSink:
         """Print one line for a loss, if it is time for one."""
         if self._choice.takes(record.step, record.time):
             self._left_out = None
-            self._print("  ".join(loss_fields(record, self._steps)))
+            self._print_loss(record)
         else:
             self._left_out = record
 
@@ -294,7 +297,19 @@ class PlainSink:
     def close(self) -> None:
         """Print the last step, if it has no line yet; the stream belongs to the caller."""
         if self._left_out is not None:
-            self._print("  ".join(loss_fields(self._left_out, self._steps)))
+            self._print_loss(self._left_out)
+
+    def _print_loss(self, record: LossRecord) -> None:
+        fields = loss_fields(record, self._steps)
+        if self._epoch_at is not None:
+            fields.append(epoch_field(self._epoch_at(record.step), self._epoch_at(self._steps)))
+        self._print("  ".join(fields))
+
+
+def epoch_field(epoch: float, num_epochs: float) -> str:
+    """Return the part of a line that says how many of all epochs a run has seen."""
+    decimals = 1 if num_epochs < 100 else 0
+    return f"epoch {epoch:.{decimals}f}/{num_epochs:.{decimals}f}"
 
 
 def loss_fields(record: LossRecord, steps: int | None) -> list[str]:

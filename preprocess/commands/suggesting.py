@@ -64,6 +64,10 @@ def refuse_nan(_context: click.Context, parameter: click.Parameter, value: float
     return value
 
 
+LOG_EVERY_ELSEWHERE = ("log_interval", "log_freq", "logging_steps", "log_every_n_steps", "print_freq")
+"""What other trainers call the number of steps between two lines, `--log-every`."""
+
+
 class NamedElsewhere(click.Option):
     """An option with the names, in Python's spelling, that other programs have for it."""
 
