@@ -98,7 +98,7 @@ class Case:
         return self.candidates[0].name
 
 
-AGREED = ("parameters", "first loss")
+AGREED = ("parameters", "first loss", "largest logit")
 """Facts in which candidates of a case must agree with the base, if both report them."""
 
 

@@ -20,6 +20,7 @@ from scripts.benchmarks.data import (
     sparse_folder,
 )
 from scripts.benchmarks.hardware import describe_cards, instruction_sets
+from scripts.benchmarks.latency_cases import latency_cases
 from scripts.benchmarks.peers import TORCH, TORCH_PYTHON
 from scripts.benchmarks.pictures import picture_cases
 
@@ -390,6 +391,7 @@ BENCHES = (
     Bench("pack", "JPEG files to shards of 224 px, against decoding and resizing alone", _pack),
     Bench("containers", "archives, Parquet and arrays to shards, against folders and libraries", container_cases),
     Bench("pictures", "reading and training on whole photographs, against their central squares", picture_cases),
+    Bench("latency", "a call of Predictor on images in memory, against ONNX Runtime and PyTorch", latency_cases),
     Bench("startup", "imports, --help, and the way to a training's first loss with and without the cache", _startup),
     Bench("scaling", "step time and memory against the number of images and the length of the run", _scaling),
     CARD,
