@@ -58,7 +58,7 @@ def test_to_remove_a_damaged_log_of_requests_is_advised_where_that_works(copied_
         assert said.endswith("restore that file, or remove it to resume without its requests")
         assert refusal(copied_run) == ""
     else:
-        assert said.endswith("restore that file, or start another run (run_dir)")
+        assert said.endswith("restore that file, or train the run again with overwrite=True")
         assert refusal(copied_run) != ""
 
 

@@ -250,6 +250,13 @@ def test_what_stands_at_a_url_is_refused_or_replaced(tmp_path, url):
     plan_run(toy_config(**values, steps=9, resume=True), **plan)
     plan_run(toy_config(**values, steps=9, overwrite=True), **plan)
     assert files_of(tmp_path / "bucket") == before
+    # Objects of the same content are written again, because those there may be damaged.
+    damaged = [path for path in (tmp_path / "bucket/run/objects").iterdir() if path.write_bytes(b"x")]
+    with pytest.raises(ShardError, match=r"changed since the run wrote it .* or train the run again with --overwrite"):
+        copied(url, tmp_path / "damaged")
+    run(url, overwrite=True)
+    copied(url, tmp_path / "whole")
+    assert {path.name for path in (tmp_path / "bucket/run/objects").iterdir()} & {path.name for path in damaged}
     run(url, steps=2, snapshot_every_steps=0, overwrite=True)
     found = copied(url, tmp_path / "copy")
     assert [path.name for path in (found / "snapshots").iterdir()] == ["2"]

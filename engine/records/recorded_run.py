@@ -297,7 +297,7 @@ def _check_seal(path: Path, values: dict[str, Any]) -> None:
 
 
 def _unreadable(path: Path, error: Exception) -> ValueError:
-    remedy = reading_remedy(error, "restore the file as run-train wrote it, or start another run")
+    remedy = reading_remedy(error, "restore the file as run-train wrote it, or train the run again with --overwrite")
     return ValueError(f"{path} cannot be read ({describe_unreadable(error)}): {remedy}")
 
 

@@ -168,7 +168,7 @@ def _read_events(run: Path, end: RecordedEnd | None) -> Sequence[ControlEvent]:
         return read_events(path)
     except ControlLogError as error:
         is_recorded = _is_control_log_recorded(run, end)
-        remedy = "start another run (--run-dir)" if is_recorded else "remove it to resume without its requests"
+        remedy = "train the run again with --overwrite" if is_recorded else "remove it to resume without its requests"
         raise ControlLogError(f"{error}, or {remedy}") from error
     except OSError as error:
         raise ValueError(
@@ -193,8 +193,8 @@ def start_at(snapshot: "Snapshot", begin: Resume) -> Resume:
     counted = snapshot.leaves.get("num_evaluations")
     if counted is None or counted.shape or counted.dtype.kind != "i":
         raise ValueError(
-            f"the snapshot of step {snapshot.step:,} must be that of a run, but does not count its evaluations: choose "
-            "another run"
+            f"the snapshot of step {snapshot.step:,} must be that of a run, but does not count its evaluations: train "
+            "the run again with --overwrite"
         )
     return replace(
         begin, step=snapshot.step, batch_index=snapshot.batch_index, num_evaluations=int(counted), snapshot=snapshot

@@ -171,7 +171,7 @@ def check_given_weights(given: InitialWeights | None, recorded: RecordedRun, not
         raise ValueError(
             "a run that is resumed or replayed from its beginning must start from its original weights, but those of "
             f"{recorded.config.init_from} differ (their digest was {_short(before)}{of}, is now "
-            f"{_short(given.digest)}): restore the file, or start another run"
+            f"{_short(given.digest)}): restore the file, or train the run again with --overwrite"
         )
     if origin.get("sha256") not in (None, given.origin.sha256):
         notify(f"the file of {printable(given.origin.source)} is another than the run started from, with equal tensors")

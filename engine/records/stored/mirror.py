@@ -49,6 +49,7 @@ class Mirror:
         marker: the content of the marker in the store, None if there is none.
         on_marker: called with the contents that the marker may have from now on, None if it may not exist: before each
             write, and with the one content after it.
+        is_new: whether the folder replaces what is stored, of which then no object is relied on: it may be damaged.
         part_bytes: the largest object.
 
     Attributes:
@@ -63,6 +64,7 @@ class Mirror:
         marker: bytes | None,
         *,
         on_marker: Callable[[Sequence[bytes | None]], None] = lambda _: None,
+        is_new: bool = False,
         part_bytes: int = PART_BYTES,
     ) -> None:
         self._location, self._lease, self._run = location, lease, run
@@ -70,7 +72,8 @@ class Mirror:
         # Beside the last one, those whose write failed: it may have taken effect although the store reported an error.
         self._possible_markers = [marker]
         self.stored = None if marker is None else StoredState.from_bytes(marker, location.display)
-        self._objects = set() if self.stored is None else set(self.stored.keys)
+        self._continued = None if is_new else self.stored
+        self._objects = set() if self._continued is None else set(self._continued.keys)
         # Other objects that were listed there, of earlier processes and of uploads and removals that failed. They are
         # only removed, never relied on, because they may be gone.
         self._remains: set[str] | None = None
@@ -157,7 +160,7 @@ class Mirror:
                     return
 
     def _new_capture(self, least_step: int = 0) -> FolderCapture:
-        return FolderCapture(self._run, self.stored, least_step=least_step, part_bytes=self._part_bytes)
+        return FolderCapture(self._run, self._continued, least_step=least_step, part_bytes=self._part_bytes)
 
     def _wait(self) -> bool:
         """Wait until there is something to upload, or return False at the end; renew the lease meanwhile."""
@@ -209,7 +212,7 @@ class Mirror:
             raise self._replaced()
         self._possible_markers = [content]
         self._on_marker(self._possible_markers)
-        self.stored = state
+        self.stored = self._continued = state
 
     def _replaced(self) -> StoredRunError:
         return StoredRunError(

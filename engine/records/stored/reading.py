@@ -190,7 +190,7 @@ def read_whole[Read](location: Location, read: Callable[[StoredState], Read]) ->
             gone = error
     raise StoredRunError(
         f"{location.display} lacks {gone} although its {MARKER} lists it: try again and, if it is still missing, "
-        "restore that object or start another run"
+        "restore that object, or train the run again with --overwrite"
     )
 
 
@@ -296,6 +296,7 @@ def _read_part(location: Location, part: Part) -> bytes:
     if Part.of(content) != part:
         raise StoredRunError(
             f"{location.display}{part.key} has changed since the run wrote it (its sha256 is "
-            f"{Part.of(content).sha256[:12]} now): restore that object, or start another run"
+            f"{Part.of(content).sha256[:12]} now): restore that object, or train the run again "
+            "with --overwrite"
         )
     return content

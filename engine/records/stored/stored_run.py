@@ -83,7 +83,7 @@ def stored_run(
     copy = WorkingCopy(location)
     try:
         marker = location.read(MARKER)
-        mirror = Mirror(location, lease, copy.run, marker, on_marker=copy.note_markers)
+        mirror = Mirror(location, lease, copy.run, marker, on_marker=copy.note_markers, is_new=not resume)
         mirror.start()
     except BaseException:
         lease.release()
