@@ -62,12 +62,19 @@ def test_a_model_of_ones_own_has_no_known_layers():
         train(toy_config(layer_decay=0.5), model=Linear(), batches=toy_batch)
 
 
-@pytest.mark.parametrize("name", ["resnet18", "resnet50-d", "convnext-tiny", "vit-s16"])
-def test_the_recipe_trains_the_classifier_first_in_every_network(name):
-    patterns = load_recipe("finetune").settings["stages"][0]["freeze"]
-    shapes, _ = jax.eval_shape(build_model(name, num_classes=10, image_size=224).init, jax.random.key(0))
+@pytest.mark.parametrize(
+    "name", ["resnet18", "resnet50-d", "convnext-tiny", "vit-s16", "convnet8-wide", "efficientnet_b0"]
+)
+def test_the_recipe_trains_the_classifier_first_in_every_network_and_never_a_batch_norms_statistics(name):
+    patterns, kept = (stage["freeze"] for stage in load_recipe("finetune").settings["stages"])
+    shapes, stats = jax.eval_shape(build_model(name, num_classes=10, image_size=224).init, jax.random.key(0))
 
     trained = {path for path in dotted_paths(shapes) if not re.fullmatch(patterns, path)}
     layers = layers_of(dotted_paths(shapes))
     assert trained
     assert trained <= {path for path, layer in zip(dotted_paths(shapes), layers, strict=True) if layer == max(layers)}
+    # A pattern that matches nothing is refused, also in a network without batch norms.
+    stopped = {path for path in dotted_paths(shapes) if re.fullmatch(kept, path)}
+    assert stopped
+    assert stopped <= {path for path, layer in zip(dotted_paths(shapes), layers, strict=True) if layer == 0}
+    assert all(re.fullmatch(each, path) for each in (patterns, kept) for path in dotted_paths(stats))
