@@ -71,6 +71,13 @@ def test_one_thread_shows_a_run_at_a_time(monkeypatch):
         each.join(60)
     display.close()
     assert (failures, shown[0], all(shown[1:])) == ([], False, True)
+    # The end waits for a thread that draws, longer than others do.
+    ending, before = threading.Thread(target=display.end, args=(KeyboardInterrupt(),)), len(shown)
+    with display._guard:
+        ending.start()
+        ending.join(1.5)
+    ending.join(60)
+    assert len(shown) == before + 1
     assert display._bins.part("count", "step").sum() == 300
 
 

@@ -22,9 +22,11 @@ parts = dict(model=Linear(), batches=Slow())
 
 
 @pytest.fixture(autouse=True)
-def _here(monkeypatch):
+def _here(monkeypatch, tmp_path):
     pytest.importorskip("nbclient", reason="nbclient is not installed (extra integrations)")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    # Neither the start-up files nor the history of whoever runs the tests, which other kernels write at the same time.
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
 
 
 def test_the_notebook_of_the_documentation_runs(tmp_path):

@@ -34,6 +34,8 @@ _DRAWN_EVERY_S = 0.5
 _NUM_BINS = 256
 # How long one thread waits for another that draws; what it has to show is then shown later, if at all.
 _DRAWN_WITHIN_S = 1.0
+# The last state stays in the notebook, so it waits for a thread that a busy machine holds up in drawing.
+_ENDED_WITHIN_S = 20.0
 _SMOOTHED_STEPS = 50
 _MOST_NOTICES = 50
 _CHART_HEIGHT = 120
@@ -135,7 +137,7 @@ class NotebookDisplay:
                 self._title += f": {in_python_words(error_text(ended))}"
         self._recent.clear()
         self._evaluating = None
-        self._draw()
+        self._draw(_ENDED_WITHIN_S)
 
     def _draw_in_time(self) -> None:
         if time.monotonic() - self._drawn_s >= _DRAWN_EVERY_S:
