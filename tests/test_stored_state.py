@@ -644,6 +644,8 @@ def test_messages_name_the_url(tmp_path):
     expected = r"there is no run at file://.*/none/, which contains no state.json: give the URL of a run$"
     with pytest.raises(StoredRunError, match=expected):
         local_copy(f"file://{tmp_path}/none").__enter__()
+    with pytest.raises(StoredRunError, match=f"a run is in this folder itself: give its path, {run}"):
+        local_copy(f"file://{run}").__enter__()
 
 
 def test_a_followed_run_grows_as_the_run_does(tmp_path, monkeypatch):

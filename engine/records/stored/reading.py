@@ -209,11 +209,13 @@ def read_stored_file(location: Location, name: str) -> bytes | None:
 
 def no_run(location: Location, *, is_resumed: bool = False) -> StoredRunError:
     """Return the error for a URL at which there is no run, to read or to resume."""
-    remedy = "give the URL of a run (--run-dir), or start a run without --resume"
-    return StoredRunError(
-        f"there is no run at {location.display}, which contains no {MARKER}: "
-        f"{remedy if is_resumed else 'give the URL of a run'}"
-    )
+    if location.local_path is not None and (location.local_path / CONFIG).is_file():
+        remedy = f"a run is in this folder itself: give its path, {location.local_path}"
+    elif is_resumed:
+        remedy = "give the URL of a run (--run-dir), or start a run without --resume"
+    else:
+        remedy = "give the URL of a run"
+    return StoredRunError(f"there is no run at {location.display}, which contains no {MARKER}: {remedy}")
 
 
 class GoneError(Exception):
