@@ -32,8 +32,8 @@ napoleon_use_ivar = True
 # Types of other projects, whose inventories would have to be fetched, and type aliases of Loopfeed, which are not
 # documented separately. Every other name in a signature or docstring must be on a page.
 _ALIASES = (
-    "Apply|BatchFunction|BatchStats|Channels|EvaluationArrays|Images|Labels|LaunchState|Logits|Loss|UserAugmentation|"
-    "UserOptimizer|Padding|Pair|Params|PerExample|Phase|Pixels|RecordFunction|Schedule"
+    "Apply|BatchFunction|BatchStats|Channels|EvaluationArrays|Format|Images|Labels|LaunchState|Logits|Loss|"
+    "UserAugmentation|UserOptimizer|Padding|Pair|Params|PerExample|Phase|Pixels|RecordFunction|Schedule"
 )
 nitpick_ignore_regex = [
     ("py:class", r"(collections\.abc|jax|jaxtyping|numpy|os|pathlib|pd|tensorstore|PIL)\..*"),
@@ -42,7 +42,8 @@ nitpick_ignore_regex = [
     # Of public classes and functions, but not public.
     (
         "py:class",
-        r"RecordedRun|loopfeed\.(engine\.parts\.PartArguments|engine\.charts\.charts\.Chart|preprocess\.shards\.targets\.Targets)",
+        r"RecordedRun|loopfeed\.(engine\.parts\.PartArguments|engine\.evaluation\.programs\.PredictorArguments|"
+        r"engine\.charts\.charts\.Chart|preprocess\.shards\.targets\.Targets)",
     ),
 ]
 
