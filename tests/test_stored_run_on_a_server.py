@@ -112,7 +112,8 @@ def test_a_killed_run_is_resumed_from_the_store_alone_and_waits_for_a_paused_ser
     recorded = json.loads((place / "resumed/config.json").read_text())["config"]
     assert (recorded["run_dir"], recorded["storage_options"]) == (url, f"endpoint={server.endpoint}")
     assert KEYS["AWS_SECRET_ACCESS_KEY"] not in json.dumps(list(recorded.values())).split('"')
-    shown = command(place, server, "tail-run", url, "--once", "--storage-option", f"endpoint={server.endpoint}")
+    tail = ("tail-run", url, "--once", "--log-every", "1")
+    shown = command(place, server, *tail, "--storage-option", f"endpoint={server.endpoint}")
     assert shown.count("step ") == 60
 
 
