@@ -7,7 +7,7 @@ from contextlib import suppress
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from loopfeed.engine.records.evaluation_log import EvaluationLog, best_evaluation, compared_by, value_of
+from loopfeed.engine.records.evaluation_log import EvaluationLog, better_of, compared_by, value_of
 from loopfeed.engine.records.run_folder import EVALUATION_LOG
 from loopfeed.engine.stream.sinks import (
     EvaluationProgress,
@@ -119,8 +119,7 @@ class ProgressSink:
         console.print(evaluation_words(record, console.width), markup=False, highlight=False, soft_wrap=True)
 
     def _compare(self, record: EvaluationRecord) -> None:
-        known = [record] if self._best is None else [self._best, record]
-        self._best = best_evaluation(known, compared_by(known, self._compared))
+        self._best = better_of(self._best, record, self._compared)
 
     def close(self) -> None:
         """Draw the progress line for the last time and leave it on the screen."""

@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from loopfeed.engine.records.evaluation_log import EvaluationLog, best_evaluation, compared_by, value_of
+from loopfeed.engine.records.evaluation_log import EvaluationLog, better_of, compared_by, value_of
 from loopfeed.engine.records.run_folder import EVALUATION_LOG
 from loopfeed.engine.stream.sinks import EvaluationRecord, LossRecord, RunDescription
 from loopfeed.preprocess.printable import printable
@@ -124,8 +124,7 @@ class EventCommand:
 
     def _compare(self, record: EvaluationRecord) -> bool:
         """Return whether an evaluation is the best so far."""
-        known = [record] if self._best is None else [self._best, record]
-        self._best = best_evaluation(known, compared_by(known, self._compared))
+        self._best = better_of(self._best, record, self._compared)
         return self._best is record
 
     def _work(self) -> None:

@@ -109,6 +109,12 @@ def best_evaluation(evaluations: Iterable[EvaluationRecord], metric: BestMetric)
     return min(known, key=lambda each: (sign * value_of(metric, each), each.step), default=None)
 
 
+def better_of(best: EvaluationRecord | None, record: EvaluationRecord, given: str | None) -> EvaluationRecord | None:
+    """Return the best evaluation after another one, as `best_evaluation` with what `compared_by` says of both."""
+    known = [record] if best is None else [best, record]
+    return best_evaluation(known, compared_by(known, given))
+
+
 def best_step(evaluations: Iterable[EvaluationRecord], steps: Collection[int], metric: BestMetric) -> int | None:
     """Return which of some steps, such as those of the snapshots, was evaluated best, as `best_evaluation`."""
     among = set(steps)

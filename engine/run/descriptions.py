@@ -47,6 +47,7 @@ class ChangedRule(NamedTuple):
 
 _CLASSIFIER = "the classifier of initial weights with other classes"
 _NEW_CLASSIFIER = "the first classifier of a run from given weights of other classes"
+_FROZEN_NORMS = "the normalisation of frozen batch norms"
 _CHANGED_RULES = {
     "the local rate of lars": ChangedRule(2, "divided by ‖g + λ·w‖", "divides by ‖g‖ + λ·‖w‖"),
     "the gradient of binary-cross-entropy": ChangedRule(
@@ -68,9 +69,7 @@ _CHANGED_RULES = {
         2, "kept the rows of the file by their number", "compares the classes by their identifiers"
     ),
     _NEW_CLASSIFIER: ChangedRule(2, "was drawn from the seed", "is zero"),
-    "the normalisation of frozen batch norms": ChangedRule(
-        2, "was by the statistics of each batch", "is by the running statistics"
-    ),
+    _FROZEN_NORMS: ChangedRule(2, "was by the statistics of each batch", "is by the running statistics"),
 }
 # Where a share of such a size was a whole number, and rounding passed by it.
 _SIDE, _MAGNITUDES = 331, (11, 21, 22)
@@ -105,7 +104,7 @@ def rules_of(
         ),
         _CLASSIFIER: given is not None and given.is_by_identifier,
         _NEW_CLASSIFIER: given is not None and given.has_new_classifier,
-        "the normalisation of frozen batch norms": (
+        _FROZEN_NORMS: (
             parts.model is None and any(has_frozen_norms(batch_stats, parse_freeze(each.freeze)) for each in stages)
         ),
     }

@@ -298,7 +298,7 @@ def _read_part(location: Location, part: Part) -> bytes:
     if Part.of(content) != part:
         raise StoredRunError(
             f"{location.display}{part.key} has changed since the run wrote it (its sha256 is "
-            f"{Part.of(content).sha256[:12]} now): restore that object, or train the run again "
-            "with --overwrite"
+            f"{Part.of(content).sha256[:12]} now): restore that object, or train the run again with "
+            "--overwrite"
         )
     return content
