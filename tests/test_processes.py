@@ -51,8 +51,8 @@ def test_processes_train_on_the_same_bits_to_the_same_losses(alone, tmp_path, nu
     one, several = records(alone), records(folder)
     assert [each["metrics"] for each in several] == [each["metrics"] for each in one]
     # A loss is a difference of logits near 1, of which one rounding is 6e-8.
-    losses = [[each["loss"] for each in each_run] for each_run in (several, one)]
-    np.testing.assert_allclose(*losses, rtol=1e-6, atol=6e-8)
+    losses, expected = ([each["loss"] for each in steps] for steps in (several, one))
+    np.testing.assert_allclose(losses, expected, rtol=1e-6, atol=6e-8)
     evaluations = [[[each["loss"], each["top1"]] for each in records(where, "eval.jsonl")] for where in (alone, folder)]
     np.testing.assert_allclose(evaluations[1], evaluations[0], rtol=1e-5)
     assert len(re.findall(r"^step 1/8 ", printed, re.MULTILINE)) == 1
