@@ -16,7 +16,7 @@ from jax import lax
 from loopfeed import export_model, predict, read_weights, train
 from loopfeed.engine.config import TrainConfig
 from loopfeed.engine.evaluation.subject import Subject
-from loopfeed.engine.export.exported_model import ExportedModel
+from loopfeed.engine.export.exported_model import ExportedModel, export_weights_file
 from loopfeed.engine.export.onnx_file import onnx_file
 from loopfeed.engine.export.timm_folder import crop_share
 from loopfeed.engine.records.given_weights import read_given_weights
@@ -203,6 +203,13 @@ def pooled(x, start, operation, padding="SAME"):
     return lax.reduce_window(x, start, operation, (1, 2, 3, 1), (1, 2, 1, 1), padding)
 
 
+CHANNELS = RANDOM.uniform(0.5, 2, 6).astype(np.float32)
+
+
+def convolved(x):
+    return lax.conv_general_dilated(x, KERNEL, (1, 1), "SAME", dimension_numbers=NHWC)
+
+
 OPERATIONS = {
     "elementwise": lambda x: jnp.expm1(x) + jnp.log1p(x**2) - jnp.tanh(x) * jnp.sign(x) / (1 + jnp.abs(x)),
     "powers": lambda x: x**3 + jnp.power(jnp.abs(x) + 1, 0.3) + lax.integer_pow(x, -2) * 1e-6 + lax.rsqrt(x * x + 1),
@@ -221,6 +228,11 @@ OPERATIONS = {
     ),
     "depthwise": lambda x: lax.conv_general_dilated(
         x, GROUPED, (1, 1), "SAME", dimension_numbers=NHWC, feature_group_count=4
+    ),
+    "norm": lambda x: 2 - jax.nn.relu((convolved(x) - CHANNELS) * CHANNELS / 3 + 1) * (convolved(x) / CHANNELS),
+    "scaled": lambda x: convolved(x) * jnp.arange(20.0).reshape(4, 5, 1) + convolved(x) ** 2,
+    "read twice": lambda x: (
+        jnp.minimum(convolved(x), 0.5) - (y := convolved(x) + 2) * y * y.mean((1, 2))[:, None, None]
     ),
     "largest": lambda x: pooled(x, -jnp.inf, lax.max),
     "sums": lambda x: pooled(x, 0.0, lax.add),
@@ -253,6 +265,28 @@ class Own:
 def exported(model):
     subject = Subject(model, Weights({}, {}), TrainConfig(), (0.5,) * 3, (0.3,) * 3, None, 0, "own")
     return ExportedModel(subject, (4, 5), ResizeRule(size=5, resize=5), "numbers", {}, "own")
+
+
+def test_norms_are_part_of_their_convolutions_and_equal_constants_are_stored_once(weights):
+    onnx = pytest.importorskip("onnx")
+
+    def twice(x):
+        return (convolved(x) - CHANNELS) * CHANNELS + (convolved(jnp.flip(x, 2)) - CHANNELS) * CHANNELS
+
+    network = export_weights_file(
+        str(weights), None, None, print, None
+    )  # with a subtraction in its input and its softmax
+    for model, wanted in (
+        (network, {"Conv": 3, "Relu": 3, "Add": 2, "Mul": 0, "Sub": 2}),
+        (exported(Own(twice)), {"Conv": 2, "Add": 1, "Mul": 1, "Sub": 1}),
+        # Its kernel would be infinite.
+        (exported(Own(lambda x: convolved(x) * 1e30 * 1e30)), {"Conv": 1, "Mul": 3}),
+    ):
+        graph = onnx.load_from_string(onnx_file(model)).graph
+        kinds = [each.op_type for each in graph.node]
+        assert {kind: kinds.count(kind) for kind in wanted} == wanted
+        stored = [onnx.numpy_helper.to_array(each) for each in graph.initializer]
+        assert len({(each.dtype, each.shape, each.tobytes()) for each in stored}) == len(stored)
 
 
 @pytest.mark.parametrize("name", OPERATIONS)

@@ -9,6 +9,7 @@ import numpy as np
 
 from loopfeed.engine.export.exported_model import INPUT, ExportedModel, any_batch, make_function
 from loopfeed.engine.export.flat_jaxpr import FlatJaxpr, flatten_jaxpr
+from loopfeed.engine.export.folded_norms import fold_norms
 from loopfeed.engine.export.onnx_graph import BATCH, OnnxGraph, UnsupportedError
 from loopfeed.engine.export.onnx_operators import onnx_type, write_operation
 
@@ -31,7 +32,7 @@ def onnx_file(exported: ExportedModel) -> bytes:
     names = list(jax.eval_shape(function, images))
     traced = jax.jit(lambda images: _in_order(function(images), names)).trace(images)
     try:
-        model = _model(exported, flatten_jaxpr(traced.jaxpr), names)
+        model = _model(exported, fold_norms(flatten_jaxpr(traced.jaxpr)), names)
     except (TypeError, KeyError, NotImplementedError) as error:  # of a dtype that NumPy or ONNX lacks
         raise _no_form(exported, error) from error
     import onnx

@@ -3,6 +3,7 @@
 Owns names, shapes and dtypes. Must not know which operation becomes which node.
 """
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -53,16 +54,15 @@ class OnnxGraph:
         return name
 
     def constant(self, array: Any) -> str:
-        """Return the name of a constant; equal small ones are stored once."""
+        """Return the name of a constant; equal ones are stored once."""
         from onnx import numpy_helper
 
         array = np.asarray(array)
         array = array.astype(np.float32) if str(array.dtype) in _HALVES else np.asarray(array, order="C")
-        key = (str(array.dtype), array.shape, array.tobytes()) if array.size <= 64 else (id(array),)
+        key = (str(array.dtype), array.shape, hashlib.sha256(array.data).digest())
         if key not in self._constant_names:
             name = self._constant_names[key] = f"constant_{len(self.constants)}"
             self.constants.append(numpy_helper.from_array(array, name))
-            self._kept.append(array)
         return self._constant_names[key]
 
     def ints(self, *numbers: Any) -> str:

@@ -3,7 +3,6 @@
 A table from the name of a primitive to the function that writes it. Float types of 16 bits are computed in float32.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -12,6 +11,7 @@ import numpy as np
 
 from loopfeed.engine.export.flat_jaxpr import Operation, Value
 from loopfeed.engine.export.onnx_graph import OnnxGraph, UnsupportedError
+from loopfeed.engine.export.onnx_products import write_convolution, write_pool, write_product
 
 type Writer = Callable[[OnnxGraph, Operation], None]
 _LARGEST = 2**31 - 1
@@ -51,6 +51,23 @@ def _elementwise(kind: str, graph: OnnxGraph, operation: Operation) -> None:
     (result,) = operation.results
     name = graph.add(kind, [graph.name(each) for each in operation.operands])
     graph.put(result, name, _broadcast_shape(graph, operation.operands, result))
+
+
+def _bound(kind: str, graph: OnnxGraph, operation: Operation) -> None:
+    """Write the larger or the smaller of a value and a number as runtimes fuse it with the operator before it."""
+    numbers = [each.constant for each in operation.operands if each.constant is not None and each.constant.ndim == 0]
+    (result,) = operation.results
+    if not numbers or result.dtype != np.float32:
+        _elementwise(kind, graph, operation)
+        return
+    operand = next(each for each in operation.operands if each.constant is None)
+    name = graph.name(operand)
+    if kind == "Max" and numbers[0] == 0:
+        name = graph.add("Relu", [name])
+    else:
+        number = graph.constant(numbers[0])
+        name = graph.add("Clip", [name, number] if kind == "Max" else [name, "", number])
+    graph.put(result, name, graph.stored_shape(operand))
 
 
 def _logic(kind: str, graph: OnnxGraph, operation: Operation) -> None:
@@ -280,80 +297,8 @@ def _arg_extreme(kind: str, graph: OnnxGraph, operation: Operation) -> None:
     graph.put(result, graph.add("Cast", [found], to=onnx_type(result.dtype)))
 
 
-def _product(graph: OnnxGraph, operation: Operation) -> None:
-    """Write `dot_general` as a matrix product: [batch, free, contracted] by [batch, contracted, free]."""
-    (of_x, of_y), (batch_x, batch_y) = operation.parameters["dimension_numbers"]
-    x, y = operation.operands
-    free_x = [axis for axis in range(len(x.shape)) if axis not in (*of_x, *batch_x)]
-    free_y = [axis for axis in range(len(y.shape)) if axis not in (*of_y, *batch_y)]
-    left = graph.transpose(graph.read(x), [*batch_x, *free_x, *of_x])
-    right = _transposed(graph, y, [*batch_y, *of_y, *free_y])
-    is_plain = len(of_x) == 1 and len(free_y) == 1 and (len(free_x) == 1 or not (batch_x or not free_x))
-    if not is_plain:
-        sizes = [x.shape[axis] for axis in batch_x]
-        rows, inner, columns = (
-            math.prod(value.shape[axis] for axis in axes) for value, axes in ((x, free_x), (x, of_x), (y, free_y))
-        )
-        left, right = graph.reshape(left, [*sizes, rows, inner]), graph.reshape(right, [*sizes, inner, columns])
-    name = graph.add("MatMul", [left, right])
-    graph.put(operation.results[0], name if is_plain else graph.reshape(name, operation.results[0].shape))
-
-
-def _transposed(graph: OnnxGraph, value: Value, order: Sequence[int]) -> str:
-    """Return a value with its axes in another order; a constant is stored so."""
-    if value.constant is None:
-        return graph.transpose(graph.read(value), order)
-    return graph.constant(np.ascontiguousarray(value.constant.transpose(order)))
-
-
-def _convolution(graph: OnnxGraph, operation: Operation) -> None:
-    x, kernel = operation.operands
-    given = operation.parameters
-    of_x, of_kernel, of_y = given["dimension_numbers"]
-    if given["batch_group_count"] != 1 or any(each != 1 for each in given["lhs_dilation"]):
-        raise UnsupportedError("a transposed convolution")
-    padding = given["padding"]
-    name = graph.add(
-        "Conv",
-        [graph.transpose(graph.read(x), of_x), _transposed(graph, kernel, of_kernel)],
-        strides=list(given["window_strides"]),
-        dilations=list(given["rhs_dilation"]),
-        group=given["feature_group_count"],
-        pads=[low for low, _ in padding] + [high for _, high in padding],
-    )
-    graph.put(operation.results[0], graph.transpose(name, np.argsort(of_y).tolist()))
-
-
-def _window(kind: str, graph: OnnxGraph, operation: Operation) -> None:
-    """Write a pool over the two axes before the channels of [B, …, H, W, C]."""
-    given, operand = operation.parameters, operation.operands[0]
-    window, strides, padding = (given[key] for key in ("window_dimensions", "window_strides", "padding"))
-    dilations = (*given["base_dilation"], *given["window_dilation"])
-    axes = tuple(zip(window, strides, padding, strict=True))
-    others = (*axes[:-3], axes[-1])
-    if len(window) < 4 or any(each != (1, 1, (0, 0)) for each in others) or any(each != 1 for each in dilations):
-        raise UnsupportedError(f"a pool with the window {tuple(window)}")
-    attributes: dict[str, Any] = {
-        "kernel_shape": list(window[-3:-1]),
-        "strides": list(strides[-3:-1]),
-        "pads": [low for low, _ in padding[-3:-1]] + [high for _, high in padding[-3:-1]],
-    }
-    if any(pad >= size for pad, size in zip(attributes["pads"], 2 * attributes["kernel_shape"], strict=True)):
-        raise UnsupportedError(f"a pool with the padding {tuple(padding)}")
-    if kind == "AveragePool":
-        attributes["count_include_pad"] = 1
-    name, (result,) = graph.read(operand), operation.results
-    if len(window) > 4:
-        name = graph.add("Reshape", [name, graph.ints(-1, *operand.shape[-3:])])
-    name = graph.add(kind, [graph.transpose(name, (0, 3, 1, 2))], **attributes)
-    if kind == "AveragePool":
-        name = graph.add("Mul", [name, graph.constant(np.float32(math.prod(window)))])
-    name = graph.transpose(name, (0, 2, 3, 1))
-    graph.put(result, name if len(window) == 4 else graph.reshape(name, result.shape))
-
-
 _SAME_NAME = {
-    "add": "Add", "add_any": "Add", "sub": "Sub", "mul": "Mul", "div": "Div", "pow": "Pow", "max": "Max", "min": "Min",
+    "add": "Add", "add_any": "Add", "sub": "Sub", "mul": "Mul", "div": "Div", "pow": "Pow",
     "eq": "Equal", "lt": "Less", "le": "LessOrEqual", "gt": "Greater",
     "ge": "GreaterOrEqual",
 }  # fmt: skip
@@ -370,6 +315,8 @@ _WRITERS: dict[str, Writer] = {
     **{f"reduce_{name}": partial(_reduce, f"Reduce{name.title()}") for name in ("sum", "max", "min", "prod")},
     **{"argmax": partial(_arg_extreme, "ArgMax"), "argmin": partial(_arg_extreme, "ArgMin")},
     **dict.fromkeys(("reshape", "squeeze", "expand_dims"), _reshape),
+    "max": partial(_bound, "Max"),
+    "min": partial(_bound, "Min"),
     "ne": _not_equal,
     "is_finite": _is_finite,
     "expm1": _expm1,
@@ -390,8 +337,8 @@ _WRITERS: dict[str, Writer] = {
     "gather": _gather,
     "dynamic_slice": _dynamic_slice,
     "pad": _pad,
-    "dot_general": _product,
-    "conv_general_dilated": _convolution,
-    "reduce_window_max": partial(_window, "MaxPool"),
-    "reduce_window_sum": partial(_window, "AveragePool"),
+    "dot_general": write_product,
+    "conv_general_dilated": write_convolution,
+    "reduce_window_max": partial(write_pool, "MaxPool"),
+    "reduce_window_sum": partial(write_pool, "AveragePool"),
 }
