@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from loopfeed import export_model, predict, read_weights, train
+from loopfeed import export_model, max_pool, predict, read_weights, train
 from loopfeed.engine.config import TrainConfig
 from loopfeed.engine.evaluation.subject import Subject
 from loopfeed.engine.export.exported_model import ExportedModel, export_weights_file
@@ -234,7 +234,8 @@ OPERATIONS = {
     "read twice": lambda x: (
         jnp.minimum(convolved(x), 0.5) - (y := convolved(x) + 2) * y * y.mean((1, 2))[:, None, None]
     ),
-    "largest": lambda x: pooled(x, -jnp.inf, lax.max),
+    "hard": lambda x: x * (jnp.clip(3 + x, 0, 6) / 6) + jnp.clip(x + 3, 1, 6) / 6 + 6 / jnp.clip(x + 6, 5, 7) / 7,
+    "largest": lambda x: pooled(x, -jnp.inf, lax.max) + max_pool(x, window=2, stride=1, padding=0)[:, :1, :1],
     "sums": lambda x: pooled(x, 0.0, lax.add),
     "products": lambda x: jnp.einsum("bhwc,cd,bhwe->bde", x, SQUARE, x) + jnp.einsum("bhwc,bhvc->bwv", x, x)[:, :4, :4],
     "matrices": lambda x: (x.reshape(-1, 4) @ SQUARE @ SQUARE[:, 1]).reshape(x.shape[:3]) * x[..., 0],
@@ -267,7 +268,7 @@ def exported(model):
     return ExportedModel(subject, (4, 5), ResizeRule(size=5, resize=5), "numbers", {}, "own")
 
 
-def test_norms_are_part_of_their_convolutions_and_equal_constants_are_stored_once(weights):
+def test_norms_are_part_of_convolutions_what_onnx_has_is_one_node_and_equal_constants_are_stored_once(weights):
     onnx = pytest.importorskip("onnx")
 
     def twice(x):
@@ -279,6 +280,10 @@ def test_norms_are_part_of_their_convolutions_and_equal_constants_are_stored_onc
     for model, wanted in (
         (network, {"Conv": 3, "Relu": 3, "Add": 2, "Mul": 0, "Sub": 2}),
         (exported(Own(twice)), {"Conv": 2, "Add": 1, "Mul": 1, "Sub": 1}),
+        (
+            exported(Own(lambda x: max_pool(jax.nn.hard_swish(x)))),
+            {"HardSigmoid": 1, "MaxPool": 1, "Slice": 2, "Div": 2},
+        ),
         # Its kernel would be infinite.
         (exported(Own(lambda x: convolved(x) * 1e30 * 1e30)), {"Conv": 1, "Mul": 3}),
     ):

@@ -150,13 +150,17 @@ def _rule_of(metadata: dict[str, str], where: str, size: int, notify: Callable[[
     return rule
 
 
-def make_function(exported: ExportedModel) -> Function:
+def make_function(exported: ExportedModel, forms: str = PLAIN) -> Function:
     """Return the function that is exported: uint8 images [B, H, W, 3] → float32 logits and probabilities [B, K].
 
     The pixels are normalised inside. Probabilities are the softmax, or of several classes per image the sigmoid.
     Products and activations of registry models are float32, whatever the precision of the training. The function can be
     traced for a symbolic B: a model whose `apply` needs a number, as `len(images)` does, is given one image at a time
     under `jax.vmap`.
+
+    Args:
+        exported: what is exported.
+        forms: the forms of operations, `PLAIN` or `ONNX` of `loopfeed.models.layers.platform_forms`.
 
     Raises:
         ValueError: the model cannot be traced so, or says other things of an image beside others.
@@ -165,7 +169,7 @@ def make_function(exported: ExportedModel) -> Function:
     one_by_one = jax.vmap(lambda image: jax.tree.map(lambda each: each[0], at_once(image[None])))
     errors = []
     for form in (at_once, one_by_one):
-        function = partial(_in_plain_forms, form)
+        function = partial(_in_forms, forms, form)
         try:
             jax.eval_shape(function, any_batch(exported))
         except Exception as error:  # noqa: BLE001 - a user's model may raise anything
@@ -180,7 +184,7 @@ def make_function(exported: ExportedModel) -> Function:
 def _check_is_same(exported: ExportedModel, at_once: Function, one_by_one: Function) -> None:
     """Raise ValueError if a model says other things of two images together than of each."""
     images = np.random.default_rng(0).integers(0, 256, (2, *exported.size, 3), dtype=np.uint8)
-    together, alone = (jax.jit(partial(_in_plain_forms, form))(images) for form in (at_once, one_by_one))
+    together, alone = (jax.jit(partial(_in_forms, PLAIN, form))(images) for form in (at_once, one_by_one))
     for name, expected in together.items():
         most = 1e-3 * float(jnp.abs(expected).max()) + 1e-5
         is_same = alone[name].shape == expected.shape
@@ -188,8 +192,8 @@ def _check_is_same(exported: ExportedModel, at_once: Function, one_by_one: Funct
             raise _cannot_be_traced(exported, ValueError("its outputs for an image depend on the others in the batch"))
 
 
-def _in_plain_forms(function: Function, images: UInt8[Array, "B H W 3"]) -> dict[str, Float32[Array, "B K"]]:
-    with using_kernels(XLA), tracing_for(PLAIN):
+def _in_forms(forms: str, function: Function, images: UInt8[Array, "B H W 3"]) -> dict[str, Float32[Array, "B K"]]:
+    with using_kernels(XLA), tracing_for(forms):
         return function(images)
 
 

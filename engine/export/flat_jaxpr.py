@@ -59,7 +59,7 @@ def flatten_jaxpr(closed: Any) -> FlatJaxpr:
     inputs = tuple(_value_of(each.aval) for each in closed.jaxpr.invars)
     operations: list[Operation] = []
     outputs = _inline(closed.jaxpr, closed.consts, inputs, operations)
-    return FlatJaxpr(tuple(_needed(operations, outputs)), inputs, outputs)
+    return FlatJaxpr(tuple(needed(operations, outputs)), inputs, outputs)
 
 
 def _value_of(aval: Any, constant: Any = None) -> Value:
@@ -124,7 +124,8 @@ def _has_jaxpr(parameters: Mapping[str, Any]) -> bool:
     return any(hasattr(each, "eqns") or hasattr(each, "jaxpr") for each in jax.tree.leaves(list(parameters.values())))
 
 
-def _needed(operations: Sequence[Operation], outputs: Sequence[Value]) -> list[Operation]:
+def needed(operations: Sequence[Operation], outputs: Sequence[Value]) -> list[Operation]:
+    """Return the operations on which some results depend, in their order."""
     used, kept = set(map(id, outputs)), []
     for each in reversed(operations):
         if any(id(result) in used for result in each.results):

@@ -10,8 +10,10 @@ import numpy as np
 from loopfeed.engine.export.exported_model import INPUT, ExportedModel, any_batch, make_function
 from loopfeed.engine.export.flat_jaxpr import FlatJaxpr, flatten_jaxpr
 from loopfeed.engine.export.folded_norms import fold_norms
+from loopfeed.engine.export.hard_sigmoids import find_hard_sigmoids
 from loopfeed.engine.export.onnx_graph import BATCH, OnnxGraph, UnsupportedError
 from loopfeed.engine.export.onnx_operators import onnx_type, write_operation
+from loopfeed.models.layers.platform_forms import ONNX
 
 OPSET: Final = 18
 IR_VERSION: Final = 8
@@ -28,11 +30,11 @@ def onnx_file(exported: ExportedModel) -> bytes:
     """
     if find_spec("onnx") is None:
         raise ValueError('the format onnx needs the package onnx: python -m pip install "loopfeed[onnx]"')
-    function, images = make_function(exported), any_batch(exported)
+    function, images = make_function(exported, ONNX), any_batch(exported)
     names = list(jax.eval_shape(function, images))
     traced = jax.jit(lambda images: _in_order(function(images), names)).trace(images)
     try:
-        model = _model(exported, fold_norms(flatten_jaxpr(traced.jaxpr)), names)
+        model = _model(exported, find_hard_sigmoids(fold_norms(flatten_jaxpr(traced.jaxpr))), names)
     except (TypeError, KeyError, NotImplementedError) as error:  # of a dtype that NumPy or ONNX lacks
         raise _no_form(exported, error) from error
     import onnx

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from loopfeed.engine.export.flat_jaxpr import Operation, Value
+from loopfeed.engine.export.hard_sigmoids import HARD_SIGMOID
 from loopfeed.engine.export.onnx_graph import OnnxGraph, UnsupportedError
 from loopfeed.engine.export.onnx_products import write_convolution, write_pool, write_product
 
@@ -67,6 +68,12 @@ def _bound(kind: str, graph: OnnxGraph, operation: Operation) -> None:
     else:
         number = graph.constant(numbers[0])
         name = graph.add("Clip", [name, number] if kind == "Max" else [name, "", number])
+    graph.put(result, name, graph.stored_shape(operand))
+
+
+def _hard_sigmoid(graph: OnnxGraph, operation: Operation) -> None:
+    (operand,), (result,) = operation.operands, operation.results
+    name = graph.add("HardSigmoid", [graph.name(operand)], **operation.parameters)
     graph.put(result, name, graph.stored_shape(operand))
 
 
@@ -317,6 +324,7 @@ _WRITERS: dict[str, Writer] = {
     **dict.fromkeys(("reshape", "squeeze", "expand_dims"), _reshape),
     "max": partial(_bound, "Max"),
     "min": partial(_bound, "Min"),
+    HARD_SIGMOID: _hard_sigmoid,
     "ne": _not_equal,
     "is_finite": _is_finite,
     "expm1": _expm1,

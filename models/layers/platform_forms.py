@@ -23,6 +23,9 @@ PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 PLAIN = "plain"
 """In their place: the forms that no platform has of its own, which can be lowered for any."""
 
+ONNX = "onnx"
+"""As `PLAIN`, but with the operations that ONNX has, in the place of others that make them up."""
+
 # jax keeps what it has traced for each value separately.
 _platform = jax.make_user_context(None)
 
@@ -34,28 +37,33 @@ def tracing_for(platform: str | None) -> AbstractContextManager[None]:
 
     Args:
         platform: a name such as "cpu", "cuda" or "tpu", as `lax.platform_dependent` takes it; None traces all forms,
-            and `PLAIN` those that can be lowered for every platform.
+            and `PLAIN` or `ONNX` those that can be lowered for every platform.
 
     Raises:
         ValueError: if there is no platform of that name, such as "gpu".
     """
-    if platform not in (None, PLAIN, *PLATFORMS):
+    if platform not in (None, PLAIN, ONNX, *PLATFORMS):
         raise ValueError(f"platform must be one of {', '.join(PLATFORMS)}, or None for all, got {platform!r}")
     context: AbstractContextManager[None] = _platform(platform)
     return context
 
 
-def on_platform(*operands: Any, default: Callable[..., Any], **forms: Callable[..., Any]) -> Any:
+def on_platform(
+    *operands: Any, default: Callable[..., Any], onnx: Callable[..., Any] | None = None, **forms: Callable[..., Any]
+) -> Any:
     """Return the result of the form of the platform, or of `default` if there is none for it.
 
     Args:
         operands: pytrees of arrays, given to the form.
         default: the form on all platforms that have none of their own.
+        onnx: the form for `ONNX`, if that is another.
         forms: forms by the name of their platform; all return arrays of the same shapes and dtypes.
     """
     platform = _platform.value
-    if platform is None:
+    if platform is None and forms:
         return lax.platform_dependent(*operands, default=default, **forms)
+    if platform == ONNX and onnx is not None:
+        return onnx(*operands)
     return forms.get(platform, default)(*operands)
 
 

@@ -5,13 +5,14 @@ from functools import partial, reduce
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
 from loopfeed.models.kernels.choice import kernels_in_use, using_kernels
 from loopfeed.models.layers.bfloat16_bits import converts_by_bits, round_by_bits, to_float32, wide_dtype, widen_by_bits
 from loopfeed.models.layers.convolution_forms import Geometry, taps
-from loopfeed.models.layers.platform_forms import materialize
+from loopfeed.models.layers.platform_forms import materialize, on_platform
 
 NO_TAP = 255
 
@@ -119,8 +120,22 @@ def _shifted(window: int, stride: int, padding: int, x: jax.Array) -> list[jax.A
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
 def _max_pool(kernels: str, window: int, stride: int, padding: int, x: jax.Array) -> jax.Array:
+    # XLA:CPU computes the slices faster: the StableHLO of a ResNet-18 in 0.92 to 0.96 of the time.
     with using_kernels(kernels):
-        return round_by_bits(reduce(jnp.maximum, _shifted(window, stride, padding, x)), x.dtype)
+        return on_platform(
+            x,
+            default=partial(_largest_of_slices, window, stride, padding),
+            onnx=partial(_largest_in_windows, window, stride, padding),
+        )
+
+
+def _largest_of_slices(window: int, stride: int, padding: int, x: jax.Array) -> jax.Array:
+    return round_by_bits(reduce(jnp.maximum, _shifted(window, stride, padding, x)), x.dtype)
+
+
+def _largest_in_windows(window: int, stride: int, padding: int, x: jax.Array) -> jax.Array:
+    around = ((0, 0), (padding, padding), (padding, padding), (0, 0))
+    return lax.reduce_window(x, -jnp.inf, lax.max, (1, window, window, 1), (1, stride, stride, 1), around)
 
 
 def _max_pool_forward(
