@@ -25,8 +25,7 @@ from loopfeed.engine.objective.losses import Loss
 from loopfeed.engine.objective.metrics import Metric, PerExample
 from loopfeed.engine.parts import PartArguments
 from loopfeed.engine.program.train_state import TrainModel
-from loopfeed.engine.python_calls import called_from_python
-from loopfeed.engine.records.recorded_run import read_recorded
+from loopfeed.engine.records.recorded_run import read_recorded, recorded_user_parts
 from loopfeed.engine.records.run_folder import SNAPSHOTS
 from loopfeed.engine.records.run_summary import RunState, RunSummary, summarise_run
 from loopfeed.engine.records.saved_weights import SavedWeights, weights_as_pytrees
@@ -35,6 +34,7 @@ from loopfeed.engine.records.stored.reading import every_file, local_copy, logs_
 from loopfeed.engine.records.trained_run import check_folder, reading_run, run_settings
 from loopfeed.engine.run.result import describe_evaluations
 from loopfeed.engine.stream.sinks import EvaluationRecord
+from loopfeed.preprocess.quantities import listed
 from loopfeed.preprocess.storage_options import is_url
 
 if TYPE_CHECKING:
@@ -125,7 +125,6 @@ class OpenedRun:
         with local_copy(self.path, self._options, every_file) as folder:
             return tuple(snapshot_steps(folder / SNAPSHOTS))
 
-    @called_from_python
     def weights(
         self, snapshot: int | Literal["best"] | None = None, *, notify: Callable[[str], None] = lambda _: None
     ) -> SavedWeights:
@@ -141,7 +140,6 @@ class OpenedRun:
         with reading_run(self.path, snapshot, notify, storage_options=self._options) as (found, _):
             return weights_as_pytrees(found.weights, self.path)
 
-    @called_from_python
     def batch(self, step: int = 1, **parts: Unpack[PartArguments]) -> ShownBatch:
         """Return the batch of a step as the model received it, with its labels; a notebook shows the pictures.
 
@@ -156,10 +154,16 @@ class OpenedRun:
         """
         with local_copy(self.path, self._options, settings_only) as folder:
             recorded = read_recorded(folder)
+        needed = [name for name in recorded_user_parts(recorded.resolved) if name in _MAKE_IMAGES]
+        if missing := [name for name in needed if parts.get(name) is None]:
+            arguments = ", ".join(f"{name}=…" for name in missing)
+            raise ValueError(
+                f"{self.path} was trained with {listed(missing)} of your own, which must be given again: "
+                f"open_run({self.path!r}).batch({step}, {arguments})"
+            )
         config = replace(recorded.config_at(step), run_dir=None, **_WITHOUT_A_FOLDER)
         return show_recorded_batch(config, step, recorded.manifest_digest, parts)
 
-    @called_from_python
     def evaluate(
         self,
         *,
@@ -183,7 +187,6 @@ class OpenedRun:
             notify=notify,
         )
 
-    @called_from_python
     def mistakes(
         self,
         *,
@@ -243,6 +246,8 @@ class OpenedRun:
             return summarise_run(folder, time.time(), self.path)
 
 
+# The parts of a user that determine the images of a step.
+_MAKE_IMAGES = ("batches", "indices", "augment")
 # What makes a run write, of which nothing concerns its batches.
 _WITHOUT_A_FOLDER: dict[str, Any] = {
     "resume": False,

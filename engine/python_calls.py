@@ -10,25 +10,32 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
+from dis import opmap
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple, cast
+from types import FrameType, FunctionType, TracebackType
+from typing import Any, NamedTuple, Unpack, cast, get_args, get_origin, get_type_hints
 
 from loopfeed.engine.config import SETTINGS
 from loopfeed.engine.settings import SettingError
+from loopfeed.preprocess.suggestions import did_you_mean
 
 TRACEBACK_VARIABLE = "LOOPFEED_TRACEBACK"
 """The environment variable that keeps tracebacks whole if it is "full"."""
 _HIDDEN_NOTE = f"(the frames of loopfeed and jax are left out; {TRACEBACK_VARIABLE}=full in the environment shows them)"
 _JAX_NOTE = "JAX_TRACEBACK_FILTERING"
 _PACKAGES = ("loopfeed",)
+_PREPARED = "_is_called_from_python"
+_CONSTRUCTING = ("dataclasses", "copy")
+_RAISE = opmap["RAISE_VARARGS"]
 _OURS = f"{Path(__file__).parents[1]}{os.sep}"
 _JAX = tuple(f"{os.sep}{name}{os.sep}" for name in ("jax", "jaxlib"))
+_STANDARD = f"{Path(os.__file__).parent}{os.sep}"
 _INSTALLED = (
-    f"{Path(os.__file__).parent}{os.sep}",
+    _STANDARD,
     *(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages")),
 )
+_UNKNOWN_ARGUMENT = re.compile(r"unexpected keyword argument '(\w+)'$")
 # What Loopfeed raises as a rule; anything else from its own lines may be a fault, which needs the whole traceback.
 _RULES = (ValueError, OSError, RuntimeError, ArithmeticError, KeyboardInterrupt)
 
@@ -36,28 +43,102 @@ _RULES = (ValueError, OSError, RuntimeError, ArithmeticError, KeyboardInterrupt)
 def called_from_python[**P, T](function: Callable[P, T]) -> Callable[P, T]:
     """Return a function whose errors and notices are worded for a Python program, with the user's frames alone.
 
-    Pickling refers to it by its public name.
+    What it returns is prepared for the user too. A call by Loopfeed itself is that of the function.
     """
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         __tracebackhide__ = True
+        if _is_internal(sys._getframe(1)):
+            return function(*args, **kwargs)
         if callable(notify := kwargs.get("notify")):
             kwargs["notify"] = lambda line: notify(in_python_words(line, function))
         try:
-            return function(*args, **kwargs)
+            found = function(*args, **kwargs)
         except BaseException as error:
             for_python(error, function)
             # Without an argument, because only then Python does not add this frame again.
             raise
+        if isinstance(found, Generator):
+            return cast(T, _each_of(found, function))
+        if type(found).__module__.partition(".")[0] in _PACKAGES:
+            _prepare_class(type(found))
+        return found
 
-    call.__module__ = "loopfeed"
+    cast(Any, call).__signature__ = _shown_signature(function)
     return call
 
 
 def public[T](found: T) -> T:
-    """Return a public object as a Python program gets it: a function by `called_from_python`, anything else itself."""
-    return cast(T, called_from_python(found)) if inspect.isfunction(found) else found
+    """Return a public object as a Python program gets it: a function by `called_from_python`, a class prepared."""
+    if inspect.isclass(found):
+        _prepare_class(found)
+    if not inspect.isfunction(found):
+        return found
+    call = called_from_python(found)
+    call.__module__ = "loopfeed"  # pickling refers to it by its public name
+    return cast(T, call)
+
+
+def _prepare_class(owner: type) -> None:
+    """Let the constructor, the methods and the properties of a class do what `called_from_python` describes."""
+    if _PREPARED in vars(owner) or issubclass(owner, BaseException) or getattr(owner, "_is_protocol", False):
+        return
+    setattr(owner, _PREPARED, True)
+    for name, found in list(vars(owner).items()):
+        if name.startswith("_") and name not in ("__init__", "__new__"):
+            continue
+        function = getattr(found, "__func__", found)
+        if isinstance(found, property) and found.fget is not None:
+            setattr(owner, name, found.getter(called_from_python(found.fget)))
+        elif inspect.isfunction(function) and (_is_written(function) or hasattr(owner, "__post_init__")):
+            call = called_from_python(function)
+            setattr(owner, name, type(found)(call) if isinstance(found, staticmethod | classmethod) else call)
+
+
+def _shown_signature(function: Callable[..., Any]) -> inspect.Signature:
+    """Return a signature for people: with the names that a typed dictionary declares, and no addresses of functions."""
+    signature = inspect.signature(function)
+    shown = []
+    for each in signature.parameters.values():
+        if get_origin(each.annotation) is Unpack:
+            declared = get_type_hints(get_args(each.annotation)[0])
+            named = each.replace(kind=each.KEYWORD_ONLY, default=_LEFT_OUT)
+            shown += [named.replace(name=name, annotation=kind) for name, kind in declared.items()]
+        else:
+            shown.append(each.replace(default=_LEFT_OUT) if inspect.isfunction(each.default) else each)
+    return signature.replace(parameters=shown)
+
+
+class _LeftOut:
+    """A default that a signature shows as three dots."""
+
+    def __repr__(self) -> str:
+        return "..."
+
+
+_LEFT_OUT = _LeftOut()
+
+
+def _each_of[T](found: Generator[T], function: Callable[..., Any]) -> Iterator[T]:
+    __tracebackhide__ = True
+    try:
+        yield from found
+    except BaseException as error:
+        for_python(error, function)
+        raise
+
+
+def _is_internal(caller: FrameType | None) -> bool:
+    """Return whether Loopfeed itself calls, perhaps by a function of Python that constructs an object anew."""
+    while caller is not None and caller.f_globals.get("__name__") in _CONSTRUCTING:
+        caller = caller.f_back
+    return caller is not None and str(caller.f_globals.get("__name__")).partition(".")[0] in _PACKAGES
+
+
+def _is_written(function: FunctionType) -> bool:
+    """Return whether a function stands in a file of Loopfeed; a dataclass writes others for its class."""
+    return function.__code__.co_filename.startswith(_OURS)
 
 
 def is_interactive() -> bool:
@@ -82,10 +163,14 @@ def for_python(error: BaseException, function: Callable[..., Any] | None = None)
         num_hidden += len([*_links(each.__traceback__)])
         each.__traceback__ = _user_traceback(each.__traceback__)
         num_hidden -= len([*_links(each.__traceback__)])
-    if notes := getattr(error, "__notes__", None):
-        notes[:] = [note for note in notes if _JAX_NOTE not in note]
+    if not any(each.__traceback__ for each in chain[1:]):
+        # What the message is made of; Python would show it above the message. It remains as the context.
+        error.__cause__, error.__suppress_context__ = None, True
+    notes = [note for note in getattr(error, "__notes__", ()) if _JAX_NOTE not in note and note != _HIDDEN_NOTE]
     if num_hidden and error.__traceback__ is not None:
-        error.add_note(_HIDDEN_NOTE)
+        notes.append(_HIDDEN_NOTE)
+    if notes or hasattr(error, "__notes__"):
+        error.__notes__ = notes
 
 
 def user_lines(error: BaseException) -> list[str]:
@@ -96,11 +181,21 @@ def user_lines(error: BaseException) -> list[str]:
 def _is_explained(error: BaseException) -> bool:
     """Return whether the user's own frames and the message say what is wrong."""
     links = [*_links(error.__traceback__)]
-    return (
-        _user_traceback(error.__traceback__) is not None
-        or not links
-        or (_file(links[-1]).startswith(_OURS) and isinstance(error, _RULES))
-    )
+    if _user_traceback(error.__traceback__) is not None or not links:
+        return True
+    last = links[-1]
+    if isinstance(error, OSError):
+        # Of a file, and the library of Python that opened it says no more.
+        last = next((link for link in reversed(links) if not _file(link).startswith(_STANDARD)), last)
+    # Of the call are arguments that the function does not take, and what is no path.
+    is_of_the_call = isinstance(error, TypeError) and (len(links) == 1 or "os.PathLike" in str(error))
+    return is_of_the_call or (_file(last).startswith(_OURS) and (isinstance(error, _RULES) or _is_raised(last)))
+
+
+def _is_raised(link: TracebackType) -> bool:
+    """Return whether a line of `raise` raised the error, and not an operation that failed."""
+    code, at = link.tb_frame.f_code.co_code, link.tb_lasti
+    return code[at] == _RAISE and code[at + 1] > 0
 
 
 def _user_traceback(found: TracebackType | None) -> TracebackType | None:
@@ -191,13 +286,13 @@ def _respelled(text: str, spellings: Mapping[str, _Spelling]) -> str:
 
 def _spellings(function: Callable[..., Any] | None) -> dict[str, _Spelling]:
     """Return how Python spells each option of `run-train` or, of a function of `loopfeed.preprocess`, its arguments."""
+    arguments = {} if function is None else _shown_signature(function).parameters
+    found = {
+        name.replace("_", "-"): _Spelling(name, "True" if each.default is False else None)
+        for name, each in arguments.items()
+    }
     if function is not None and function.__module__.startswith("loopfeed.preprocess"):
-        arguments = inspect.signature(function).parameters.values()
-        return {
-            each.name.replace("_", "-"): _Spelling(each.name, "True" if each.default is False else None)
-            for each in arguments
-        }
-    found = {}
+        return found
     for setting in SETTINGS.values():
         for option in setting.options:
             for number, spelling in enumerate(option.split("/")):
@@ -216,5 +311,7 @@ def _reword(error: BaseException, function: Callable[..., Any] | None) -> None:
         error.args = (error.args[0], in_python_words(str(error.args[1]), function))
     elif links and _file(links[-1]).startswith(_OURS) and not isinstance(error, OSError):
         error.args = tuple(in_python_words(each, function) if isinstance(each, str) else each for each in error.args)
+    if function is not None and (unknown := _UNKNOWN_ARGUMENT.search(str(error))):
+        error.args = (f"{error}{did_you_mean(unknown[1], _shown_signature(function).parameters)}",)
     if notes := getattr(error, "__notes__", None):
         notes[:] = [in_python_words(note, function) for note in notes]

@@ -257,11 +257,6 @@ def test_splits_share_the_classes_of_all_of_them_in_numerical_order(tmp_path: Pa
     assert results["val"].manifest.class_counts == (0, 0, 8)
 
 
-def test_an_unknown_argument_is_named_with_the_one_that_is_meant(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match=r"pack\(\) has no argument sizes: did you mean size\?"):
-        loopfeed.pack((PIXELS, LABELS), tmp_path, sizes=32)
-
-
 def test_classes_that_are_named_need_no_images_in_train_and_are_said(tmp_path: Path) -> None:
     source = {"train": (PIXELS[:2], ["ox", "cat"]), "val": (PIXELS[2:4], ["cat", "yak"])}
     notes: list[str] = []

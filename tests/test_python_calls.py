@@ -1,7 +1,10 @@
 """What a Python program reads of errors: its own lines, and arguments in place of options."""
 
+import inspect
 import pickle
 import traceback
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +70,65 @@ def test_an_error_of_a_rule_has_no_frames_and_a_fault_of_loopfeed_keeps_its_own(
     assert "set_up_run" in frames(fault.value)
 
 
+NONE = "/no/such/path"
+called: Any = loopfeed  # as a notebook, which no type checker reads
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "TrainConfig": (lambda: called.TrainConfig(stesp=1), "TrainConfig has no setting 'stesp': did you mean steps?"),
+    "TrainConfig, a value": (lambda: called.TrainConfig(steps="a"), "steps must be of type int"),
+    "TrainConfig.from_json": (lambda: called.TrainConfig.from_json({"batch": 0}), "batch must lie in 1"),
+    "replace": (lambda: replace(TrainConfig(), fold="1"), "fold must be K/N"),
+    "train": (lambda: called.train(3), "the settings must be a TrainConfig, got int"),
+    "train, an argument": (lambda: called.train(toy_config(), modle=1), "argument 'modle': did you mean model?"),
+    "check_step": (lambda: called.check_step(TrainConfig(data=NONE)), "/no/such/path does not exist"),
+    "show_batch": (lambda: called.show_batch(TrainConfig(data=NONE)), "/no/such/path does not exist"),
+    "explain_program": (lambda: called.explain_program(TrainConfig(data=NONE)), "/no/such/path does not exist"),
+    "open_run": (lambda: called.open_run(NONE), "RUN must be a run folder, but /no/such/path does not exist"),
+    "open_run, a type": (lambda: called.open_run(None), "expected str, bytes or os.PathLike object"),
+    "run_settings": (lambda: called.run_settings(NONE), "RUN must be a run folder"),
+    "pack": (lambda: called.pack(NONE, "out"), "/no/such/path does not exist; give the folder"),
+    "pack, an argument": (lambda: called.pack(NONE, "out", sizee=1), "no argument sizee: did you mean size?"),
+    "predict": (lambda: called.predict(NONE, []), "weights must be a file, but /no/such/path does not exist"),
+    "predict, an argument": (lambda: called.predict(NONE, [], tpo=1), "argument 'tpo': did you mean top?"),
+    "Predictor": (lambda: called.Predictor(NONE), "weights must be a file"),
+    "evaluate": (lambda: called.evaluate(NONE), "RUN must be a run folder"),
+    "evaluate_weights": (lambda: called.evaluate_weights(NONE, TrainConfig()), "/no/such/path does not exist"),
+    "export_model": (lambda: called.export_model(NONE, "a.onnx"), "weights must be a file"),
+    "read_weights": (lambda: called.read_weights(NONE), "weights must be a file"),
+    "replay_run": (lambda: called.replay_run(NONE), "a run folder must contain config.json"),
+    "report_run": (lambda: called.report_run(NONE, "a.html"), "/no/such/path"),
+    "read_stages": (lambda: called.read_stages(NONE), "/no/such/path must be a readable file"),
+    "load_recipe": (lambda: called.load_recipe("cifar"), "a recipe must be one of"),
+    "open_split": (lambda: called.open_split(NONE, "train"), "/no/such/path"),
+    "verify_split": (lambda: called.verify_split(NONE, "train"), "/no/such/path"),
+    "build_model": (lambda: called.build_model("rsnet", num_classes=1, image_size=8), "rsnet"),
+    "join_processes": (lambda: called.join_processes("a:1"), "but num_processes and process_id are missing"),
+    "top_k": (lambda: called.top_k(0), "k of top_k must be at least 1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_error_of_the_caller_is_one_message_below_the_callers_line(name):
+    call, message = REFUSED[name]
+    with pytest.raises((ValueError, TypeError)) as raised:
+        call()
+    shown = "".join(traceback.format_exception(raised.value))
+    assert shown.count("Traceback") == 1  # and no error that the message is made of
+    assert [each for each in frames(raised.value) if each not in ("<lambda>", "replace")] == []
+    assert message in str(raised.value)
+
+
+def test_every_public_function_and_class_refuses_arguments_without_frames_of_its_own():
+    found = {name: getattr(loopfeed, name) for name in loopfeed.__all__}
+    any_argument = (BaseException, loopfeed.Callback, loopfeed.Stage)
+    for name, each in found.items():
+        if getattr(each, "_is_protocol", False) or (isinstance(each, type) and issubclass(each, any_argument)):
+            continue
+        with pytest.raises(TypeError) as raised:
+            each(no_such_argument=1)
+        assert frames(raised.value) == [], name
+        assert "Unpack" not in str(inspect.signature(each)), name  # but the names that may be given
+
+
 def test_a_folder_that_is_taken_is_refused_in_the_words_of_python(tmp_path):
     config = toy_config(run_dir=str(tmp_path / "run"))
     parts: dict[str, Any] = {"model": Linear(), "batches": toy_batch}
@@ -74,6 +136,20 @@ def test_a_folder_that_is_taken_is_refused_in_the_words_of_python(tmp_path):
     rule = r"another folder \(run_dir\), continue the run \(resume=True\) or overwrite it \(overwrite=True\)$"
     with pytest.raises(ValueError, match=rule):
         train(config, **parts)
+    # And what is returned has errors of the same form.
+    run, predictor = loopfeed.open_run(tmp_path / "run"), loopfeed.Predictor(tmp_path / "run", model=Linear())
+    for call in (
+        lambda: run.weights(snapshot=99),
+        lambda: run.batch(99, batches=toy_batch),
+        lambda: run.batch(2),
+        lambda: predictor.predict([]),
+        lambda: list(predictor.stream(["a.png"], top=0)),
+    ):
+        with pytest.raises(
+            ValueError, match=r"no snapshot|1 … 5|batches of your own|at least one image|top must be"
+        ) as raised:
+            call()
+        assert frames(raised.value) == ["<lambda>"]
 
 
 @pytest.mark.parametrize(

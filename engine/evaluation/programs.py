@@ -51,7 +51,6 @@ from loopfeed.engine.settings import SettingError
 from loopfeed.engine.updates.update import Weights
 from loopfeed.preprocess.control_groups import num_cores
 from loopfeed.preprocess.shards.classes import ImageClass
-from loopfeed.preprocess.suggestions import did_you_mean
 
 # Of a caller with arrays of ever other sizes, only the programs for the last few sizes are kept.
 _MOST_GEOMETRIES = 8
@@ -108,8 +107,8 @@ class OpenedWeights(NamedTuple):
 def open_weights(run_or_file: str | os.PathLike[str], arguments: PredictorArguments) -> OpenedWeights:
     """Read the weights of a run or of a file; raise TypeError for an argument that `loopfeed.Predictor` lacks."""
     for name in arguments:
-        if name not in (known := PredictorArguments.__annotations__):
-            raise TypeError(f"unexpected keyword argument {name!r}{did_you_mean(name, known)}")
+        if name not in PredictorArguments.__annotations__:
+            raise TypeError(f"unexpected keyword argument {name!r}")
     given, notify = dict(arguments.get("settings") or {}), arguments.get("notify", ignore_message)
     if (run := find_run(run_or_file, arguments.get("snapshot"))) is None:
         return _open_file(os.fspath(run_or_file), given, arguments, notify)

@@ -6,14 +6,14 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 from loopfeed.preprocess.control_groups import num_cores
 from loopfeed.preprocess.decoding.decode import ResizeRule
 from loopfeed.preprocess.decoding.default_resize import AUTO, DEFAULT_SIZE, SIZE_STEP, default_resize
 from loopfeed.preprocess.packing.image_sides import fit_size
 from loopfeed.preprocess.packing.pack import PackProgress, PackResult, pack_split
-from loopfeed.preprocess.packing.plan import HELD_OUT_SPLITS, PackSettings, choose_holdout_rule
+from loopfeed.preprocess.packing.plan import HELD_OUT_SPLITS, PackSettings, ShardArguments, choose_holdout_rule
 from loopfeed.preprocess.shards.duplicates import same_pixels_warnings
 from loopfeed.preprocess.shards.location import Location, ShardError, open_location
 from loopfeed.preprocess.shards.split_files import prepare_for_writing
@@ -22,7 +22,7 @@ from loopfeed.preprocess.sources.given_items import ItemError
 from loopfeed.preprocess.sources.open_source import open_source
 from loopfeed.preprocess.suggestions import did_you_mean
 
-_SHARD_ARGUMENTS = ("shard_images", "layout", "codec", "checksum", "on_error")
+_SHARD_ARGUMENTS = ShardArguments.__annotations__
 
 
 def pack(
@@ -51,7 +51,7 @@ def pack(
     storage_options: Mapping[str, str] | None = None,
     on_progress: Callable[[str, PackProgress], None] = lambda _split, _progress: None,
     notify: Callable[[str], None] = lambda _: None,
-    **shards: Any,
+    **shards: Unpack[ShardArguments],
 ) -> dict[str, PackResult]:
     """Pack the images at `source` into shards at `dest`, as `preprocess-imagenet` does with the options of these names.
 
@@ -191,7 +191,7 @@ def pack_settings(
     truncated: Any,
     canvas: str | None,
     workers: int | None,
-    **shards: Any,
+    **shards: Unpack[ShardArguments],
 ) -> PackSettings:
     """Return the settings of a pack, from the arguments of `pack`; of the size "auto", those that `fit_size` takes."""
     if isinstance(size, str):

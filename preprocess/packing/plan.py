@@ -13,7 +13,7 @@ import json
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from loopfeed.preprocess.decoding.decode import ResizeRule
 from loopfeed.preprocess.pixels import LAYOUTS, Layout, words_of_row
@@ -64,6 +64,16 @@ _LEFT_OUT = {"canvas": "square"}
 _SHARD_BYTES = 64 << 20
 _MAX_SHARD_IMAGES = 1 << 14
 _MAX_SHARD_BYTES = 4 << 30
+
+
+class ShardArguments(TypedDict, total=False):
+    """The keyword arguments of `loopfeed.pack` for the form of the shards, as `PackSettings` describes them."""
+
+    shard_images: int | None
+    layout: Layout
+    codec: Codec
+    checksum: bool
+    on_error: OnError
 
 
 @dataclass(frozen=True)

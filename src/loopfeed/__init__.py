@@ -264,10 +264,11 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Load a public name from the module that defines it (PEP 562)."""
-    if name not in _HOME:
-        raise AttributeError(f"module 'loopfeed' has no attribute {name!r}; it has {', '.join(__all__)}")
     from importlib import import_module
 
+    if name not in _HOME:
+        near = import_module("loopfeed.preprocess.suggestions").describe_nearest(name, __all__, "dir(loopfeed)")
+        raise AttributeError(f"loopfeed has no {name!r}{near}")
     as_public = import_module("loopfeed.engine.python_calls").public
     found = globals()[name] = as_public(getattr(import_module(_HOME[name]), name))
     return found
