@@ -22,7 +22,7 @@ from loopfeed.engine.export.timm_folder import crop_share
 from loopfeed.engine.records.given_weights import read_given_weights
 from loopfeed.engine.updates.update import Weights
 from loopfeed.preprocess.decoding.decode import ResizeRule
-from tests.drawn_weights import write_weights
+from scripts.benchmarks.drawn_weights import write_drawn_weights
 from tests.page_programs import page_program
 from tests.toy import Linear, toy_batch, toy_config
 
@@ -54,12 +54,12 @@ def run(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def resnet18(tmp_path_factory):
-    return write_weights(tmp_path_factory.mktemp("resnet18"), "resnet18")
+    return write_drawn_weights(tmp_path_factory.mktemp("resnet18") / "resnet18.safetensors", "resnet18")
 
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory, small_resnets):
-    return write_weights(tmp_path_factory.mktemp("weights"), "resnet8")
+    return write_drawn_weights(tmp_path_factory.mktemp("weights") / "resnet8.safetensors", "resnet8")
 
 
 def predicted(source, pixels, **given):

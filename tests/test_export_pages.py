@@ -20,7 +20,7 @@ from PIL import Image
 
 from loopfeed import TrainConfig, pack_demo, predict, train
 from loopfeed.engine.commands.export_cli import main as export_command
-from tests.drawn_weights import write_weights
+from scripts.benchmarks.drawn_weights import write_drawn_weights
 from tests.page_programs import page_commands, page_program
 
 
@@ -39,7 +39,7 @@ def post(port: int, photographs: list[bytes]) -> Any:
 
 @pytest.mark.usefixtures("small_resnets")
 def test_the_server_of_the_page_answers_many_threads_with_batches_of_any_size(tmp_path):
-    weights = write_weights(tmp_path, "resnet8")
+    weights = write_drawn_weights(tmp_path / "resnet8.safetensors", "resnet8")
     photographs = [photograph(seed) for seed in range(11)]
     expected = predict(weights, photographs, top=3)
     # The page says more sizes, each of which is compiled here.

@@ -44,28 +44,13 @@ def _ensure_files(network: str, folder: Path, say: Say) -> None:
     done = folder / "done.txt"
     if done.exists():
         return
-    import jax
-
     from loopfeed import export_model
-    from loopfeed.engine.records.weights import name_tensors, weights_file
-    from loopfeed.engine.records.weights_metadata import describe_weights
-    from loopfeed.models.registry import build_model
+    from scripts.benchmarks.drawn_weights import write_drawn_weights
 
     say(f"exporting {network} to {folder}")
     folder.mkdir(parents=True, exist_ok=True)
-    trees = jax.jit(build_model(network, num_classes=1000, image_size=_SIZE).init)(jax.random.key(0))
-    described = describe_weights(
-        model=network,
-        height=_SIZE,
-        width=_SIZE,
-        mean=(0.485, 0.456, 0.406),
-        std=(0.229, 0.224, 0.225),
-        num_classes=1000,
-        classes=[],
-        resize_rule={"size": _SIZE, "resize": 256, "resample": "bicubic"},
-    )
     weights, *others = (folder / file for _, file, _ in _CANDIDATES)
-    weights.write_bytes(weights_file(name_tensors(network, *trees), described)[0])
+    write_drawn_weights(weights, network, image_size=_SIZE, num_classes=1000)
     for path in others:
         export_model(weights, path, overwrite=True)
     done.touch()
