@@ -1,17 +1,17 @@
-"""The public functions as Python programs call them: what they say names arguments, and tracebacks begin with the user.
+"""The public functions and classes as Python calls them: messages name arguments, tracebacks begin with the user.
 
-A command imports the functions themselves; `loopfeed.__getattr__` returns them from here. Thus a message that names an
+A command imports the functions themselves; `loopfeed.__getattr__` gets them from here, wrapped. Thus a message that names an
 option of a command is reworded for whoever reads it in Python, in one place. Must not import jax.
 """
 
 import functools
 import inspect
+import linecache
 import os
 import re
 import sys
 import traceback
 from collections.abc import Callable, Generator, Iterator, Mapping
-from dis import opmap
 from pathlib import Path
 from types import FrameType, FunctionType, TracebackType
 from typing import Any, NamedTuple, Unpack, cast, get_args, get_origin, get_type_hints
@@ -27,7 +27,6 @@ _JAX_NOTE = "JAX_TRACEBACK_FILTERING"
 _PACKAGES = ("loopfeed",)
 _PREPARED = "_is_called_from_python"
 _CONSTRUCTING = ("dataclasses", "copy")
-_RAISE = opmap["RAISE_VARARGS"]
 _OURS = f"{Path(__file__).parents[1]}{os.sep}"
 _JAX = tuple(f"{os.sep}{name}{os.sep}" for name in ("jax", "jaxlib"))
 _STANDARD = f"{Path(os.__file__).parent}{os.sep}"
@@ -193,9 +192,8 @@ def _is_explained(error: BaseException) -> bool:
 
 
 def _is_raised(link: TracebackType) -> bool:
-    """Return whether a line of `raise` raised the error, and not an operation that failed."""
-    code, at = link.tb_frame.f_code.co_code, link.tb_lasti
-    return code[at] == _RAISE and code[at + 1] > 0
+    """Return whether a statement `raise` raised the error, and not an operation that failed."""
+    return linecache.getline(_file(link), link.tb_lineno).lstrip().startswith("raise ")
 
 
 def _user_traceback(found: TracebackType | None) -> TracebackType | None:
