@@ -1,7 +1,7 @@
 """The public functions and classes as Python calls them: messages name arguments, tracebacks begin with the user.
 
-A command imports the functions themselves; `loopfeed.__getattr__` gets them from here, wrapped. Thus a message that names an
-option of a command is reworded for whoever reads it in Python, in one place. Must not import jax.
+A command imports the functions themselves; `loopfeed.__getattr__` gets them from here, wrapped. Thus a message that
+names an option of a command is reworded for whoever reads it in Python, in one place. Must not import jax.
 """
 
 import functools

@@ -17,7 +17,7 @@ import pytest
 
 from loopfeed import BackgroundRun, RunInterrupted, train
 from loopfeed.engine.run.notebook import NotebookDisplay
-from loopfeed.engine.stream.sinks import EvaluationRecord, LossRecord
+from loopfeed.engine.stream.sinks import EvaluationRecord, LossRecord, RunDescription
 from tests.toy import CountedBatches, Linear, toy_batch, toy_config
 
 HERE = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
@@ -104,11 +104,13 @@ def test_the_display_says_what_the_run_does(monkeypatch):
     shown: list[str] = []
     display = NotebookDisplay(lambda content, _: shown.append(content["text/plain"]))
     monkeypatch.setattr("loopfeed.engine.run.notebook._DRAWN_EVERY_S", 0.0)
+    display.describe_run(RunDescription({"steps": 1000}, {}, None, 0, None, print, lambda step: step / 80))
     for step in range(1, 101):
         display.write(LossRecord(step, 1 / step, 0.5, 80.0, 1.5, time=step / 10))
     display.write_evaluation(EvaluationRecord(100, 8, 0.75, float("nan"), 0.3, 10.0))
     assert shown[-1].splitlines() == [
         "training",
+        "  step        100 of 1,000, epoch 1.2/12.5, 1 min 30 s left",
         "  loss        0.0138, learning rate 0.5",
         "  speed       80 images/s, waiting 1.5 ms a step",
         "  evaluation  top-1 75.00 %, best 75.00 % at step 100",

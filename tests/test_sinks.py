@@ -16,7 +16,14 @@ from hypothesis import strategies as st
 
 from loopfeed.engine.records.folder_lock import FolderLock
 from loopfeed.engine.records.run_folder_sink import RunFolderSink
-from loopfeed.engine.stream.sinks import EvaluationRecord, LossRecord, PlainSink, evaluation_words, loss_fields
+from loopfeed.engine.stream.sinks import (
+    EvaluationRecord,
+    LossRecord,
+    PlainSink,
+    RunDescription,
+    evaluation_words,
+    loss_fields,
+)
 
 FLOAT32 = st.floats(width=32)
 
@@ -274,7 +281,8 @@ def lines_at(times, **options):
 )
 def test_plain_lines_come_every_few_seconds_or_steps_with_the_first_and_the_last(every, times, expected):
     stream = io.StringIO()
-    sink = PlainSink(stream, steps=20, epoch_at=lambda step: step / 8)
+    sink = PlainSink(stream, steps=20)
+    sink.describe_run(RunDescription({}, {}, None, 0, None, print, lambda step: step / 8))
     sink.write(record(3))
     assert stream.getvalue().endswith("  epoch 0.4/2.5\n")
     assert lines_at(times, every=every) == expected

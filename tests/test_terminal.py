@@ -24,7 +24,10 @@ def make_sink(width=80, steps=1000, batch=128, epoch_images=None):
     console = Console(
         file=drawn, force_terminal=True, color_system=None, width=width, legacy_windows=False, _environ={}
     )
-    sink = ProgressSink(console, steps=steps, image_at=lambda step: step * batch, epoch_images=epoch_images)
+    sink = ProgressSink(console, steps=steps, image_at=lambda step: step * batch)
+    if epoch_images:
+        epoch_at = lambda step: step * batch / epoch_images  # noqa: E731
+        sink.describe_run(RunDescription({"keep_best": None}, {}, None, 0, None, print, epoch_at))
     return sink, drawn
 
 

@@ -263,7 +263,7 @@ def _open_run(
         if is_first and recipe is not None and parts.determine_nothing and this_process().count == 1:
             for note in expected_accuracy(recipe, config, run.data.contents_digest):
                 display.notify(note)
-        yield run, display.make_sinks(run.config, run.data.num_images) if is_first else []
+        yield run, display.make_sinks(run.config) if is_first else []
 
 
 @contextmanager

@@ -52,27 +52,17 @@ class LossDisplay:
         else:
             click.echo(line)
 
-    def make_sinks(self, config: TrainConfig, epoch_images: int | None) -> "list[Sink]":
-        """Return the sinks that display the losses of a run with these settings.
-
-        Args:
-            config: the settings.
-            epoch_images: images of an epoch, None if there are no epochs.
-        """
+    def make_sinks(self, config: TrainConfig) -> "list[Sink]":
+        """Return the sinks that display the losses of a run with these settings."""
         if self._is_quiet:
             return []
         if self._console is None:
             from loopfeed.engine.stream.sinks import PlainSink
 
-            stream, steps, epoch_at = sys.stdout or io.StringIO(), config.steps, None
-            if epoch_images:
-                ranges = config.step_ranges
-                epoch_at = lambda step: ranges.image_at(step) / epoch_images  # noqa: E731
-            return [PlainSink(stream, steps=steps, every=self._log_every, epoch_at=epoch_at)]
+            return [PlainSink(sys.stdout or io.StringIO(), steps=config.steps, every=self._log_every)]
         from loopfeed.engine.commands.terminal import ProgressSink
 
-        image_at = config.step_ranges.image_at
-        return [ProgressSink(self._console, steps=config.steps, image_at=image_at, epoch_images=epoch_images)]
+        return [ProgressSink(self._console, steps=config.steps, image_at=config.step_ranges.image_at)]
 
     def summarise(self, result: "TrainResult", config: TrainConfig) -> None:
         """Print how a run with these settings ended."""

@@ -45,14 +45,11 @@ class ProgressSink:
         console: where to draw.
         steps: the number of steps of the whole run.
         image_at: returns how many images come before a step.
-        epoch_images: images of an epoch, None if there are no epochs.
     """
 
     is_display = True
 
-    def __init__(
-        self, console: "Console", *, steps: int, image_at: Callable[[int], int], epoch_images: int | None = None
-    ) -> None:
+    def __init__(self, console: "Console", *, steps: int, image_at: Callable[[int], int]) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TimeRemainingColumn
         from rich.table import Column
 
@@ -66,8 +63,8 @@ class ProgressSink:
             def render(self, task: Task) -> "Text":  # noqa: ARG002 - the sink knows more than the task
                 return sink.summary(console.width - taken)
 
-        self._image_at, self._epoch_images = image_at, epoch_images
-        self._num_epochs = image_at(steps) / epoch_images if epoch_images else 0.0
+        self._image_at, self._steps = image_at, steps
+        self._epoch_at: Callable[[int], float] | None = None
         self._best: EvaluationRecord | None = None
         self._compared: str | None = None
         self._evaluation: EvaluationProgress | None = None
@@ -85,7 +82,7 @@ class ProgressSink:
 
     def describe_run(self, description: RunDescription) -> None:
         """Begin with the best evaluation of the launches before, by `keep_best`, else by top-1."""
-        self._compared = description.settings["keep_best"]
+        self._epoch_at, self._compared = description.epoch_at, description.settings["keep_best"]
         if description.run_dir is not None:
             with suppress(OSError):  # only what is shown depends on it
                 for record in EvaluationLog(description.run_dir / EVALUATION_LOG).read():
@@ -150,7 +147,9 @@ class ProgressSink:
         left = width - len("loss ") - len(number)
         speeds = f"  {images_per_s:,.0f} img/s", f"  wait {wait_ms:.1f} ms", f"  lr {recent[-1].lr:z.3g}"
         facts: list[str] = []
-        for fact in filter(None, (self._epoch_text(recent[-1].step), self._best_text(), *speeds)):
+        at = recent[-1].step
+        epoch = f"  {epoch_field(self._epoch_at, at, self._steps)}" if self._epoch_at is not None else ""
+        for fact in filter(None, (epoch, self._best_text(), *speeds)):
             left -= len(fact)
             if left < 0:
                 left += len(fact)
@@ -159,11 +158,6 @@ class ProgressSink:
         num_bars = min(_NUM_BARS, left - 1)
         history = f" {sparkline(self._history.means, num_bars)}" if num_bars >= _FEWEST_BARS else ""
         return Text.assemble("loss ", (number, "bold"), history, *facts)
-
-    def _epoch_text(self, step: int) -> str:
-        if not self._epoch_images:
-            return ""
-        return f"  {epoch_field(self._image_at(step) / self._epoch_images, self._num_epochs)}"
 
     def _best_text(self) -> str:
         if self._best is None:

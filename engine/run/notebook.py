@@ -24,7 +24,7 @@ from loopfeed.engine.charts.loss_charts import charts_of
 from loopfeed.engine.python_calls import in_python_words
 from loopfeed.engine.records.binned_log import BinnedLog
 from loopfeed.engine.run.result import TrainResult, describe_evaluations
-from loopfeed.engine.stream.sinks import EvaluationProgress, EvaluationRecord, LossRecord, RunDescription
+from loopfeed.engine.stream.sinks import EvaluationProgress, EvaluationRecord, LossRecord, RunDescription, epoch_field
 from loopfeed.preprocess.printable import printable_line
 from loopfeed.preprocess.quantities import duration_text, quantity
 from loopfeed.preprocess.system_errors import error_text
@@ -77,6 +77,7 @@ class NotebookDisplay:
     def __init__(self, publish: Publish, *, at_once: bool = False) -> None:
         self._publish, self._drawn_s, self._is_shown = publish, -math.inf, False
         self._title, self._step, self._steps, self._first_step = "starting", 0, 0, 0
+        self._epoch_at: Callable[[int], float] | None = None
         self._guard = threading.Lock()  # messages come from other threads than records
         self._bins, self._added = BinnedLog(_NUM_BINS), deque[LossRecord]()
         self._recent: deque[LossRecord] = deque(maxlen=_SMOOTHED_STEPS)
@@ -92,8 +93,9 @@ class NotebookDisplay:
         self._draw_in_time()
 
     def describe_run(self, description: RunDescription) -> None:
-        """Take the number of steps of the run."""
+        """Take the number of steps of the run, and what counts its epochs."""
         self._steps, self._step = int(description.settings["steps"] or 0), description.step
+        self._epoch_at = description.epoch_at
         self._title = "compiling the program"
         self._draw()
 
@@ -170,7 +172,8 @@ class NotebookDisplay:
     def _facts(self) -> list[tuple[str, str]]:
         facts = []
         if self._steps:
-            facts.append(("step", f"{self._step:,} of {self._steps:,}{self._left()}"))
+            epoch = "" if self._epoch_at is None else f", {epoch_field(self._epoch_at, self._step, self._steps)}"
+            facts.append(("step", f"{self._step:,} of {self._steps:,}{epoch}{self._left()}"))
         if recent := [*self._recent]:
             loss = math.fsum(each.loss for each in recent) / len(recent)
             wait_ms = math.fsum(each.wait_ms for each in recent) / len(recent)

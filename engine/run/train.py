@@ -389,6 +389,7 @@ def _telling_end(events: EventCommand | None) -> Iterator[Callable[[TrainResult]
 
 def _describe_to_sinks(run: Run, sinks: Sequence[Sink]) -> None:
     """Pass what is known of the run to the sinks that use it; called before it opens them."""
+    ranges, num_images = run.config.step_ranges, run.data.num_images
     description = RunDescription(
         settings=run.config.to_json(),
         facts={
@@ -401,6 +402,7 @@ def _describe_to_sinks(run: Run, sinks: Sequence[Sink]) -> None:
         step=run.start.step,
         classes=tuple(each.name for each in run.data.classes) or None,
         notify=run.notices.say,
+        epoch_at=(lambda step: ranges.image_at(step) / num_images) if num_images else None,
     )
     for sink in sinks:
         getattr(sink, "describe_run", lambda _: None)(description)

@@ -212,6 +212,7 @@ class RunDescription:
         step: updates done before this launch; what an earlier launch logged of later steps is void.
         classes: readable names of the classes, None if there are none.
         notify: called with a line of text, such as a warning.
+        epoch_at: returns how many epochs the run has seen after a step; None if there are no epochs.
     """
 
     settings: Mapping[str, Any]
@@ -220,6 +221,7 @@ class RunDescription:
     step: int
     classes: tuple[str, ...] | None
     notify: Callable[[str], None]
+    epoch_at: Callable[[int], float] | None = None
 
     @property
     def resolved_settings(self) -> dict[str, Any]:
@@ -262,17 +264,19 @@ class PlainSink:
         stream: where to print.
         steps: the number of steps of the whole run.
         every: steps between lines; None prints one every few seconds. The first and the last step always have one.
-        epoch_at: the number of epochs that the run has seen after a step; None if there are no epochs.
     """
 
     is_display = True
 
-    def __init__(
-        self, stream: TextIO, *, steps: int, every: int | None = 1, epoch_at: Callable[[int], float] | None = None
-    ) -> None:
-        self._stream, self._steps, self._epoch_at = stream, steps, epoch_at
+    def __init__(self, stream: TextIO, *, steps: int, every: int | None = 1) -> None:
+        self._stream, self._steps = stream, steps
+        self._epoch_at: Callable[[int], float] | None = None
         self._choice = LineChoice(every)
         self._left_out: LossRecord | None = None
+
+    def describe_run(self, description: RunDescription) -> None:
+        """Take what counts the epochs."""
+        self._epoch_at = description.epoch_at
 
     def open(self) -> None:
         """Do nothing, because the stream is already open."""
@@ -302,14 +306,15 @@ class PlainSink:
     def _print_loss(self, record: LossRecord) -> None:
         fields = loss_fields(record, self._steps)
         if self._epoch_at is not None:
-            fields.append(epoch_field(self._epoch_at(record.step), self._epoch_at(self._steps)))
+            fields.append(epoch_field(self._epoch_at, record.step, self._steps))
         self._print("  ".join(fields))
 
 
-def epoch_field(epoch: float, num_epochs: float) -> str:
-    """Return the part of a line that says how many of all epochs a run has seen."""
-    decimals = 1 if num_epochs < 100 else 0
-    return f"epoch {epoch:.{decimals}f}/{num_epochs:.{decimals}f}"
+def epoch_field(epoch_at: Callable[[int], float], step: int, steps: int) -> str:
+    """Return the part of a line that says how many of all epochs a run has seen after a step."""
+    epoch, epochs = epoch_at(step), epoch_at(steps)
+    decimals = 1 if epochs < 100 else 0
+    return f"epoch {epoch:.{decimals}f}/{epochs:.{decimals}f}"
 
 
 def loss_fields(record: LossRecord, steps: int | None) -> list[str]:
