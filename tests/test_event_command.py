@@ -35,7 +35,8 @@ KEEP = 'cat >> told; echo "$LOOPFEED_EVENT $LOOPFEED_STEP $LOOPFEED_RUN_DIR" >> 
 
 
 def test_a_command_is_told_of_each_best_evaluation_and_of_the_end(tmp_path):
-    assert train_telling(tmp_path, KEEP, steps=4, eval_every_steps=2, keep_best="loss") == []
+    for values in ({}, {"resume": True}):  # a run that is complete is not done a second time
+        assert train_telling(tmp_path, KEEP, steps=4, eval_every_steps=2, keep_best="loss", **values) == []
     *best, done = told(tmp_path)
     assert [each["event"] for each in best] == ["new-best"] * len(best)
     assert done.items() >= {"event": "done", "message": "run: done at step 4", "step": 4}.items()

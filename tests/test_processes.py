@@ -85,7 +85,8 @@ def test_processes_train_on_the_same_bits_to_the_same_losses(alone, tmp_path, nu
 def test_sigterm_in_an_evaluation_stops_all_with_a_snapshot_and_a_resume_evaluates(tmp_path):
     folder, mark = tmp_path / "run", tmp_path / "mark"
     options = ["--evaluation", f"{MODULE}:MarkedEvaluation", "--eval-every", "9"]
-    with going(folder, *options, EVALUATION_MARK=str(mark)) as (process, log):
+    on_event = ["--on-event", f"echo $LOOPFEED_EVENT >> '{tmp_path}/told'"]
+    with going(folder, *options, *on_event, EVALUATION_MARK=str(mark)) as (process, log):
         deadline = time.monotonic() + 60
         while not mark.exists():
             assert time.monotonic() < deadline, log.read_text()
@@ -96,7 +97,9 @@ def test_sigterm_in_an_evaluation_stops_all_with_a_snapshot_and_a_resume_evaluat
     result = json.loads((folder / "result.json").read_text())
     assert (result["steps_done"], result["snapshot_step"], result["stopped_by"]) == (9, 9, "another process")
     assert not (folder / "eval.jsonl").exists()
-    run(*OWN, *options[:2], "--run-dir", str(folder), "--resume", "--steps", "10")
+    run(*OWN, *options[:2], *on_event, "--run-dir", str(folder), "--resume", "--steps", "10")
+    told = (tmp_path / "told").read_text().split()
+    assert [event for event in told if event != "new-best"] == ["stopped", "done"]
     assert [each["step"] for each in records(folder, "eval.jsonl")] == [9, 10]
 
 

@@ -30,7 +30,8 @@ LOST = r"run-train: process {} on \S+ {} after step \d+, so the run ends: what w
     ],
 )
 def test_a_lost_process_is_named_by_all_supervisors(tmp_path, victim, number, its_own, other):
-    with separately(tmp_path / "run", "--peer-timeout", "5") as (commands, logs):
+    on_event = ["--on-event", f"echo $LOOPFEED_MESSAGE >> '{tmp_path}/told'"]
+    with separately(tmp_path / "run", "--peer-timeout", "5", *on_event) as (commands, logs):
         (child,) = own_processes(tmp_path / "run", victim)
         os.kill(child, number)
         started = time.monotonic()
@@ -44,6 +45,8 @@ def test_a_lost_process_is_named_by_all_supervisors(tmp_path, victim, number, it
             assert len(re.findall(r"^run-train: ", text, re.MULTILINE)) == 1, text
             assert not re.search(r"coordination|stack trace|Traceback", text), text
     if (victim, number) == (1, signal.SIGKILL):
+        (told,) = (tmp_path / "told").read_text().splitlines()
+        assert told.startswith("run: failed, perhaps because another process did")
         steps = len(records(tmp_path / "run")) + 3
         # The run that was interrupted saw the images of one that was not.
         run(*TOY, "--steps", str(steps), "--run-dir", str(tmp_path / "alone"))

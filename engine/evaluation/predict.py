@@ -202,7 +202,7 @@ def predict(
     logits: bool = False,
     **arguments: Unpack[PredictorArguments],
 ) -> PredictionResult:
-    """Classify photographs, with the same preprocessing and the same computation as an evaluation of their pack.
+    """Classify photographs, resized and cropped as in the pack of the weights, with the computation of its evaluation.
 
     The probabilities are those of the evaluation but for their last digits: another program computes them, and with
     another batch size float32 sums are in another order. So the class is the same unless two logits are equal but for

@@ -93,14 +93,15 @@ class EventCommand:
         """Tell that no step has ended for long; safe from any thread."""
         self.tell("stalled", what)
 
-    def end(self, event: str, what: str, *, is_interrupted: bool = False, **values: Any) -> None:
-        """Tell how the run ended, and wait some seconds for the command; earlier events that wait are dropped."""
+    def end(self, event: str | None, what: str, *, is_interrupted: bool = False, **values: Any) -> None:
+        """Tell how the run ended, None if it was told, and wait some seconds; earlier events that wait are dropped."""
         with suppress(queue.Empty):
             while True:
                 self._events.get_nowait()
         limit_s = _INTERRUPTED_LIMIT_S if is_interrupted else _END_LIMIT_S
         self._end_at = time.monotonic() + limit_s
-        self.tell(event, what, **values)
+        if event is not None:
+            self.tell(event, what, **values)
         self._events.put(None)
         if self._worker is not None:
             self._worker.wait(limit_s + 1)

@@ -21,6 +21,7 @@ from loopfeed.engine.crossing.devices import Placement, settle_devices, split_pr
 from loopfeed.engine.loggers.choice import check_loggers, make_loggers, unused_cadences_warning
 from loopfeed.engine.loggers.event_command import EventCommand
 from loopfeed.engine.parts import PartArguments, UserParts, take_parts
+from loopfeed.engine.peers import is_of_runtime
 from loopfeed.engine.processes import exchange, this_process, wait_for_processes
 from loopfeed.engine.program.kernels import changed_kernels_notice, settle_kernels
 from loopfeed.engine.program.train_state import TrainState
@@ -348,7 +349,7 @@ def train_run(
         run.notify(warning)
     _describe_to_sinks(run, sinks)
     on_snapshot = called.snapshot_written if callbacks else lambda *_: None
-    with _telling_end(events) as tell_end, _finishing(sinks):
+    with _telling_end(events, run.start) as tell_end, _finishing(sinks):
         with nullcontext() if run.folder is None else Recorder(run, run.folder, on_snapshot) as recorder:
             # ---- Compile the program
             # A profile needs the scopes of this program, not of an older one with the same instructions.
@@ -370,8 +371,8 @@ def train_run(
 
 
 @contextmanager
-def _telling_end(events: EventCommand | None) -> Iterator[Callable[[TrainResult], None]]:
-    """Run the user's command after the block, with how the run ended."""
+def _telling_end(events: EventCommand | None, start: Resume) -> Iterator[Callable[[TrainResult], None]]:
+    """Run the user's command after the block, with how the run ended, but not that it is done a second time."""
     ended: list[TrainResult] = []
     try:
         yield ended.append
@@ -379,11 +380,14 @@ def _telling_end(events: EventCommand | None) -> Iterator[Callable[[TrainResult]
         if events is not None:
             is_interrupted = isinstance(error, KeyboardInterrupt)
             what = "interrupted" if is_interrupted else f"failed: {error_text(error)}"
+            if this_process().count > 1 and is_of_runtime(error):
+                what = f"failed, perhaps because another process did (its own output says more): {error_text(error)}"
             events.end("stopped" if is_interrupted else "failed", what, is_interrupted=is_interrupted)
         raise
     if events is not None:
         result, loss = ended[0], float(ended[0].losses[-1]) if len(ended[0].losses) else None
-        event = "done" if result.is_complete else "stopped"
+        was_done = start.end is not None and start.end.is_complete and result.steps_done == start.step
+        event = None if was_done else "done" if result.is_complete else "stopped"
         events.end(event, f"{end_words(result.stopped_by)} at step {result.steps_done}", loss=loss)
 
 
