@@ -89,7 +89,7 @@ def wait_for_lines(path, count, process, limit_s=120):
     pytest.fail(f"{path} has not {count} lines: {process.communicate(timeout=10)}")
 
 
-def test_a_piped_run_prints_its_settings_and_lines_of_steps_or_only_its_end(tmp_path):
+def test_a_piped_run_prints_its_settings_and_lines_of_steps_or_only_its_end(tmp_path, call):
     options = [*TOY, "--run-dir", "run", "--overwrite"]
     done = run_train(*options, "--steps", 3, "--learning-rate", "0.01", "--log-every", 1, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -111,11 +111,11 @@ def test_a_piped_run_prints_its_settings_and_lines_of_steps_or_only_its_end(tmp_
     assert "loaded from the cache" in again.stdout
     # The first step, and the last.
     assert [line[:8] for line in again.stdout.splitlines() if line.startswith("step ")] == ["step 1/5", "step 5/5"]
-    quiet = run_train(*options, "--steps", 5, "--quiet", cwd=tmp_path)
-    (line,) = quiet.stdout.splitlines()
+    code, stdout, stderr = call(*options, "--steps", 5, "--quiet")
+    (line,) = stdout.splitlines()
     assert line.startswith("done: 5 steps in ")
     assert line.endswith("; run folder: run")
-    assert quiet.stderr == ""
+    assert (code, stderr) == (0, "")
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,7 @@ def test_a_second_signal_quits_at_once_even_in_a_long_step():
     assert out.splitlines() == ["quit"]
 
 
-def test_a_data_error_during_the_run_exits_with_2_and_names_the_shard(tmp_path):
+def test_a_data_error_during_the_run_exits_with_2_and_names_the_shard(tmp_path, call):
     pack(fake_source(20, size=4), tmp_path / "packed")
     shards = sorted(path for path in (tmp_path / "packed/train/pixels").rglob("*") if path.is_file())
     shards = [path for path in shards if path.name != "zarr.json"]
@@ -245,10 +245,10 @@ def test_a_data_error_during_the_run_exits_with_2_and_names_the_shard(tmp_path):
     content[5] ^= 1
     shards[1].write_bytes(content)
     options = ["--data", "packed", *TOY_MODEL, "--steps", 50]
-    done = run_train(*options, cwd=tmp_path)
-    assert done.returncode == 2
-    assert shards[1].relative_to(tmp_path / "packed/train").as_posix() in done.stderr
-    assert len(done.stderr.strip().splitlines()) <= 2
+    code, _, stderr = call(*options)
+    assert code == 2
+    assert shards[1].relative_to(tmp_path / "packed/train").as_posix() in stderr
+    assert len(stderr.strip().splitlines()) <= 2
     shown = run_train(*options, "--traceback", cwd=tmp_path)
     assert "Traceback (most recent call last)" in shown.stderr
     assert "read_into" in shown.stderr

@@ -414,18 +414,18 @@ def test_losses_without_number_take_no_memory():
     stream.start([])
     gc.collect()
     try:
-        for first in range(1, 180_001, 1000):
-            if first == 50_001:
+        for first in range(1, 110_001, 1000):
+            if first == 10_001:
                 tracemalloc.start()
             stream.receive(PushedLosses(first, [2.5] * 1000, [0.1] * 1000, float(first)))
         grown = tracemalloc.get_traced_memory()[0]
     finally:
         tracemalloc.stop()
     stream.close()
-    assert stream.num_losses == 180_000
-    assert stream.losses.shape == (180_000,)
+    assert stream.num_losses == 110_000
+    assert stream.losses.shape == (110_000,)
     stream.release()
-    # By 130,000 losses: a Python float for each would be 32 bytes, a number in an array 4; what is held in memory, 4
+    # By 100,000 losses: a Python float for each would be 32 bytes, a number in an array 4; what is held in memory, 4
     # bytes for each of 65,536, comes and goes.
     assert grown < 300_000
 

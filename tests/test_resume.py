@@ -226,7 +226,7 @@ def test_resuming_a_finished_run_does_nothing_and_changes_no_file(reference, tmp
 
 
 def test_more_steps_and_another_rate_may_be_given_and_are_recorded(tmp_path):
-    plain: dict[str, Any] = {"optimizer": "sgd", "schedule": "constant", "warmup_steps": 0, "learning_rate": 0.1}
+    plain: dict[str, Any] = {"schedule": "constant", "warmup_steps": 0, "learning_rate": 0.1}
     run(tmp_path / "a", steps=4, **plain)
     run(tmp_path / "a", steps=6, resume=True, **plain)
     run(tmp_path / "b", steps=6, **plain)
