@@ -23,7 +23,7 @@ from loopfeed.engine.records.recorded_run import read_recorded
 from loopfeed.engine.report_page.evaluated import Decisions, EvaluatedWeights, evaluate_weights_of
 from loopfeed.engine.sizing.planning import _count_images, _volumes
 from tests.fake_source import pack
-from tests.test_sampling import LABELS, METRICS, NUM_IMAGES, Colours, config, long_tail, seen
+from tests.test_sampling import LABELS, METRICS, NUM_IMAGES, Colours, config, images_in, long_tail, seen
 from tests.toy import SIZE, Linear, toy_batch, toy_config
 
 
@@ -84,12 +84,12 @@ def test_a_run_is_trained_on_the_other_folds_and_evaluated_on_its_own(data, tmp_
     assert line.format(f"{data}/train") in said
     trained = [each for each in records if not hasattr(each, "num_images")]
     evaluated = [each for each in records if hasattr(each, "num_images")]
-    drawn = {index for each in trained for index in range(NUM_IMAGES) if each.metrics[f"image{index}"]}
+    drawn = {index for each in trained for index in images_in(each.metrics, run.batch)}
     # 36 positions are two epochs of 16 images, and a part.
     assert drawn == set(range(NUM_IMAGES)) - set(held_out)
     for each in evaluated:
         assert each.num_images == 8
-        assert [index for index in range(NUM_IMAGES) if each.metrics[f"image{index}"]] == held_out
+        assert sorted(images_in(each.metrics, each.num_images).elements()) == held_out
     again = evaluate(tmp_path / "run", model=Colours(), notify=said.append, predictions=True, per_class=True)
     assert again.record.loss == result.evaluations[-1].loss
     assert again.record.top1 == result.evaluations[-1].top1
