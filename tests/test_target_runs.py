@@ -94,10 +94,11 @@ def test_losses_evaluations_and_metrics_equal_a_plain_loop(packs, kind, tmp_path
         outputs, _ = model.apply(params, {"batches": 0}, images, train=True)
         return mean_loss(kind, outputs, labels)
 
+    gradient_of = jax.jit(jax.value_and_grad(loss_of))
     for step in range(STEPS):
         chosen = order.batch(step, BATCH)
         batch = jnp.asarray(images[chosen], jnp.float32), jnp.asarray(labels[chosen])
-        loss, gradient = jax.value_and_grad(loss_of)(params, *batch)
+        loss, gradient = gradient_of(params, *batch)
         losses.append(loss)
         updates, state = optimizer.update(gradient, state, params)
         params = optax.apply_updates(params, updates)

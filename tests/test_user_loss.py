@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -70,7 +71,7 @@ def run(config, batches=two_headed_batch, **parts):
 
 
 def images_of(pixels):
-    levels = np.stack([pixels >> shift & 255 for shift in (24, 16, 8)], axis=-1)
+    levels = jnp.stack([pixels >> shift & 255 for shift in (24, 16, 8)], axis=-1)
     return jnp.asarray((levels / 255 - 0.5) / 0.25, jnp.float32)
 
 
@@ -81,15 +82,14 @@ def plain_losses(start, steps, batch_of, pulls=1):
     model = TwoHeads()
     losses, wrong = [], []
 
-    def loss_of(params, pixels, labels):
+    @jax.jit
+    @partial(jax.value_and_grad, has_aux=True)
+    def gradient_of(params, pixels, labels):
         outputs, _ = model.apply(params, {}, images_of(pixels), train=True)
-        labels = jax.tree.map(jnp.asarray, labels)
         return two_headed_loss(outputs, labels, None).mean(), wrong_bits(outputs, labels).mean()
 
     for step in range(steps):
-        gathered = [
-            jax.value_and_grad(loss_of, has_aux=True)(params, *batch_of(step * pulls + pull)) for pull in range(pulls)
-        ]
+        gathered = [gradient_of(params, *batch_of(step * pulls + pull)) for pull in range(pulls)]
         losses.append(np.mean([loss for (loss, _), _ in gathered]))
         wrong.append(np.mean([each for (_, each), _ in gathered]))
         gradients = jax.tree.map(lambda *leaves: sum(leaves) / pulls, *[gradient for _, gradient in gathered])

@@ -50,14 +50,16 @@ def plain_losses(start, steps, seed, prepare):
     """The losses of plain gradient descent over the same batches, `prepare`d by step."""
     model, params, losses = Linear(), start, []
 
-    def loss_of(params, images, labels):
+    @jax.jit
+    @jax.value_and_grad
+    def gradient_of(params, images, labels):
         logits, _ = model.apply(params, {"batches": 0}, images, train=True)
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
     for step in range(steps):
         pixels, labels = toy_batch(step)
         images = prepare(images_of(pixels), seed, step)
-        loss, gradients = jax.value_and_grad(loss_of)(params, images, jnp.asarray(labels))
+        loss, gradients = gradient_of(params, images, labels)
         params = jax.tree.map(lambda leaf, change: leaf - RATE * change, params, gradients)
         losses.append(loss)
     return losses
@@ -80,7 +82,7 @@ def test_losses_equal_a_plain_loop_with_the_keys_of_each_position(purpose, funct
     config = plain_config()
 
     def prepare(images, seed, step):
-        return function(images, keys_at(seed, step * BATCH, BATCH, purpose))
+        return jax.jit(function)(images, keys_at(seed, step * BATCH, BATCH, purpose))
 
     start = train(replace(config, steps=0), batches=toy_batch, **parts).params
     result = train(config, batches=toy_batch, **parts)
