@@ -212,6 +212,7 @@ def convolved(x):
 
 OPERATIONS = {
     "elementwise": lambda x: jnp.expm1(x) + jnp.log1p(x**2) - jnp.tanh(x) * jnp.sign(x) / (1 + jnp.abs(x)),
+    "few channels": lambda x: (jnp.broadcast_to(x[:, :1, :1], x.shape) * SQUARE[0])[:, 2:] - (x * SQUARE[1])[:, 2:],
     "powers": lambda x: x**3 + jnp.power(jnp.abs(x) + 1, 0.3) + lax.integer_pow(x, -2) * 1e-6 + lax.rsqrt(x * x + 1),
     "choices": lambda x: jnp.where((x > 0) & (x != 1) | ~(x <= -1), x, -x) + jnp.clip(x, -0.5, 0.5) + jnp.round(x),
     "shapes": lambda x: jnp.concatenate(
@@ -274,16 +275,11 @@ def test_norms_are_part_of_convolutions_what_onnx_has_is_one_node_and_equal_cons
     def twice(x):
         return (convolved(x) - CHANNELS) * CHANNELS + (convolved(jnp.flip(x, 2)) - CHANNELS) * CHANNELS
 
-    network = export_weights_file(
-        str(weights), None, None, print, None
-    )  # with a subtraction in its input and its softmax
+    network = export_weights_file(str(weights), None, None, print, None)
     for model, wanted in (
         (network, {"Conv": 3, "Relu": 3, "Add": 2, "Mul": 0, "Sub": 2}),
         (exported(Own(twice)), {"Conv": 2, "Add": 1, "Mul": 1, "Sub": 1}),
-        (
-            exported(Own(lambda x: max_pool(jax.nn.hard_swish(x)))),
-            {"HardSigmoid": 1, "MaxPool": 1, "Slice": 2, "Div": 2},
-        ),
+        (exported(Own(lambda x: max_pool(jax.nn.hard_swish(x)))), {"HardSigmoid": 1, "MaxPool": 1, "Div": 2}),
         # Its kernel would be infinite.
         (exported(Own(lambda x: convolved(x) * 1e30 * 1e30)), {"Conv": 1, "Mul": 3}),
     ):
@@ -292,6 +288,7 @@ def test_norms_are_part_of_convolutions_what_onnx_has_is_one_node_and_equal_cons
         assert {kind: kinds.count(kind) for kind in wanted} == wanted
         stored = [onnx.numpy_helper.to_array(each) for each in graph.initializer]
         assert len({(each.dtype, each.shape, each.tobytes()) for each in stored}) == len(stored)
+        assert (1, 1, 1, 3) not in {each.shape for each in stored}  # which ONNX Runtime adds slowly
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
@@ -337,7 +334,7 @@ def test_a_snapshot_is_exported_and_a_suffix_chooses_the_format(run, tmp_path):
     with pytest.raises(ValueError, match=r"one snapshot of .* can be given, got 2 and best: leave one out"):
         export_model(f"{run}@2", tmp_path / "b.onnx", snapshot="best")
     for out, message in (
-        ("w.pt", r"OUT must end in \.safetensors, \.onnx or \.stablehlo, or have no suffix .* or give --format"),
+        ("w.pt", r"OUT must end in \.safetensors, \.onnx or \.stablehlo, or have no suffix .* or give format"),
         ("w.zip", "OUT must end in"),
     ):
         with pytest.raises(ValueError, match=message):

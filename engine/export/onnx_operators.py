@@ -16,6 +16,7 @@ from loopfeed.engine.export.onnx_products import write_convolution, write_pool, 
 
 type Writer = Callable[[OnnxGraph, Operation], None]
 _LARGEST = 2**31 - 1
+_FEW_CHANNELS = 4
 
 
 def write_operation(graph: OnnxGraph, operation: Operation) -> None:
@@ -50,8 +51,21 @@ def _is_one(size: Any) -> bool:
 
 def _elementwise(kind: str, graph: OnnxGraph, operation: Operation) -> None:
     (result,) = operation.results
-    name = graph.add(kind, [graph.name(each) for each in operation.operands])
-    graph.put(result, name, _broadcast_shape(graph, operation.operands, result))
+    stored = _broadcast_shape(graph, operation.operands, result)
+    names = [_repeated(graph, each, stored) for each in operation.operands]
+    graph.put(result, graph.add(kind, names), stored)
+
+
+def _repeated(graph: OnnxGraph, value: Value, shape: tuple[Any, ...]) -> str:
+    """Return the name of an operand; the numbers of few channels, as the input's mean, are repeated for a whole row.
+
+    ONNX Runtime takes 9 ms to subtract three numbers from the channels of eight images of 224 px, and 1 ms for a row.
+    """
+    *_, width, channels = (1, 1, *shape)
+    is_few = len(shape) == 4 and value.shape == (1, 1, 1, channels) and 1 < channels <= _FEW_CHANNELS
+    if value.constant is None or not is_few or not isinstance(width, int):
+        return graph.name(value)
+    return graph.constant(np.repeat(value.constant, width, axis=2))
 
 
 def _bound(kind: str, graph: OnnxGraph, operation: Operation) -> None:
