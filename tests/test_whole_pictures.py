@@ -433,7 +433,7 @@ def test_centres_of_whole_pictures_train_and_evaluate_as_squares(packs):
 
 
 def test_a_run_on_whole_pictures_resumes_and_replays_to_the_bit(packs):
-    values = {"crop": "resized", "flip": 0.5, "image_size": 4}
+    values = {"crop": "resized", "flip": 0.5, "image_size": 4, "eval_split": "off"}
     losses = run_of("whole", **values).losses
     assert replay_run("run-whole", model=Flat()).is_same
     run_of("whole", **values, steps=3, overwrite=True)
@@ -465,9 +465,9 @@ def test_targets_and_windows_and_the_dense_layout_of_whole_pictures(packs):
 
 
 def test_weights_of_squares_are_evaluated_on_whole_pictures_with_a_warning(packs):
-    run_of("square", crop="random", crop_padding=1, image_size=3)
+    run_of("square", crop="random", crop_padding=1, image_size=3, eval_split="off")
     said: list[str] = []
-    config = replace(run_settings("run-square"), data="whole")
+    config = replace(run_settings("run-square"), data="whole", eval_split="val")
     assert evaluate(config, model=Flat(), notify=said.append).record.num_images == 14
     (line,) = (each for each in said if "trained on squares" in each)
     assert "these are whole pictures, of which another part becomes 3 × 3 px" in line
