@@ -108,7 +108,7 @@ def test_the_run_to_be_replayed_has_what_the_tests_are_about(recorded):
     assert len({record["lr"] for record in lines(recorded / "loss.jsonl")}) == STEPS
 
 
-@pytest.mark.parametrize(("begin", "end"), [(0, 1), (0, 4), (0, 9), (2, 4), (4, 9), (2, 7), (6, 8), (8, 9), (4, 5)])
+@pytest.mark.parametrize(("begin", "end"), [(0, 1), (0, 9), (2, 7), (6, 8), (8, 9), (4, 5)])
 def test_every_replayed_range_has_the_same_bits_and_the_folder_is_unchanged(recorded, begin, end):
     before = files_of(recorded)
     report = replay(recorded, from_step=begin, to_step=end)

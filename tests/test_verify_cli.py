@@ -57,13 +57,13 @@ def invoke(monkeypatch, place, *arguments):
     return (codes or [result.exit_code])[0], result.stdout, result.stderr
 
 
-def test_it_reports_its_progress_and_identical_bits(place):
+def test_it_reports_its_progress_and_identical_bits(monkeypatch, place):
     before = files_of(place / "run")
-    done = subprocess.run([*COMMAND, "run"], cwd=place, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("the same bits: 4 losses, 1 evaluation, ")
-    assert done.stdout.endswith(" arrays of the snapshot of step 4\n")
-    assert done.stderr.splitlines()[:3] == [
+    code, said, told = invoke(monkeypatch, place, "run")
+    assert code == 0, told
+    assert said.startswith("the same bits: 4 losses, 1 evaluation, ")
+    assert said.endswith(" arrays of the snapshot of step 4\n")
+    assert told.splitlines()[:3] == [
         "checking the files of run",
         "files: 6 match their digests (a snapshot counts as one file)",
         "replaying steps 1 … 4 of run from the state before the first step",
