@@ -261,6 +261,7 @@ DAMAGED = [b"\xff\0{", b"[1, 2]", b'{"step": 1e999, "launches": {}}\n', b"[" * 1
     ("name", "content"),
     [
         *(("config.json", content) for content in DAMAGED),
+        ("result.json", b'{"stopped_by": ["x"], "error": 3}'),
         *zip(
             ("loss.jsonl", "eval.jsonl", "result.json", "control.jsonl", "runtime.json"),
             itertools.cycle(DAMAGED),

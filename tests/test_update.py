@@ -13,6 +13,7 @@ from jax import lax
 
 from loopfeed.engine.config import OptimizerName, ScheduleName, TrainConfig
 from loopfeed.engine.images.unpack import PixelScale
+from loopfeed.engine.replicas import AXIS, Replicas
 from loopfeed.engine.run.program_settings import runtime_settings
 from loopfeed.engine.updates.averages import init_average, update_average
 from loopfeed.engine.updates.optim import Hyperparams
@@ -249,6 +250,20 @@ def test_decay_all_decays_biases(decay_all):
     numbers = values(decay=0.5, peak=0.5, warmup_steps=0)
     updated, *_ = update_weights(settings, weights, init_update(settings, weights), pull, jnp.int32(0), numbers)
     np.testing.assert_array_equal(updated.params["bias"], 0.75 if decay_all else 1.0)
+
+
+def test_frozen_statistics_are_not_averaged_over_devices():
+    three, given = Replicas(3), jnp.asarray(np.random.default_rng(0).uniform(0.1, 2, 64), jnp.float32)
+    settings = CompiledSettings(frozen=(r"norm\.mean",), replicas=three)
+    weights = Weights({"bias": jnp.zeros(1)}, {"norm": {"mean": given, "var": given}})
+
+    def on_device(_):
+        batch = Microbatch(jnp.float32(1), weights.params, weights.batch_stats)
+        return update_weights(settings, weights, init_update(settings, weights), batch, jnp.array(0), values())[0]
+
+    norm = jax.jit(jax.vmap(on_device, axis_name=AXIS))(jnp.zeros(3)).batch_stats["norm"]
+    np.testing.assert_array_equal(norm["mean"], [given] * 3)
+    assert np.any(norm["var"] != given)  # a third of the sum of three equal numbers
 
 
 @pytest.mark.parametrize("name", ["lamb", "muon"])

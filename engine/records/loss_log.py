@@ -6,7 +6,7 @@ the run. Must not know: terminals, drawing, jax.
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -276,6 +276,11 @@ class RunEnd:
     stopped_by: str | None = None
     error: str | None = None
 
+    @classmethod
+    def of(cls, result: Mapping[str, Any]) -> "RunEnd":
+        """Return what the content of a `result.json` says; a value of another type is None."""
+        return cls(_count(result.get("steps_done")), _text(result.get("stopped_by")), _text(result.get("error")))
+
     @property
     def outcome(self) -> Literal["done", "failed", "stopped"]:
         """How the run ended, in a word."""
@@ -344,7 +349,7 @@ def read_run_end(run: Path) -> RunEnd | None:
     result = _read_object(run / RESULT_NAME)
     if result is None or is_earlier:
         return None
-    return RunEnd(_count(result.get("steps_done")), _text(result.get("stopped_by")), _text(result.get("error")))
+    return RunEnd.of(result)
 
 
 def _read_object(path: Path) -> dict[str, Any] | None:

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -133,11 +133,10 @@ class RunOnPage:
     @property
     def state(self) -> str:
         """What the run does, or how it ended, as a sentence without its full stop."""
-        summary, result = self.summary, self.summary.result
+        summary = self.summary
         match summary.state:
             case "done" | "failed" | "stopped":
-                end = RunEnd(summary.step, result.get("stopped_by"), result.get("error"))
-                return end.line(summary.steps)
+                return replace(RunEnd.of(summary.result), steps_done=summary.step).line(summary.steps)
             case "starting" | "running":
                 return "the run is in progress"
             case "killed":

@@ -246,8 +246,11 @@ def update_weights(
     batch_stats = microbatch.batch_stats
     if replicas.count > 1:
         own = choose(all_finite(batch_stats), batch_stats, weights.batch_stats)
+        # The mean of three equal numbers may differ from them in its last digit.
+        varying, kept = split_frozen(own, settings.frozen)
         with jax.named_scope("reduce"):
-            loss, gradients, batch_stats = replicas.mean_if(due, (loss, gradients, own))
+            loss, gradients, varying = replicas.mean_if(due, (loss, gradients, varying))
+        batch_stats = join_frozen(varying, kept)
     move = _Move(settings, hyperparams_at(settings, step, values), loss, values.average_decay, step, parts)
     all_states = state.opt_state
     if parts is not None:
