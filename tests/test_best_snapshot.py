@@ -1,8 +1,10 @@
 """The best snapshot: which one it is, that it is kept beside the newest, and the export of its weights."""
 
 import json
+import math
 import os
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,8 +16,10 @@ from loopfeed.engine.commands.export_cli import main
 from loopfeed.engine.loggers.event_command import EventCommand
 from loopfeed.engine.objective.best_metric import parse_metric
 from loopfeed.engine.objective.metrics import confusion_matrix
+from loopfeed.engine.records import snapshot_weights
 from loopfeed.engine.records.evaluation_log import best_evaluation, best_step, value_of
 from loopfeed.engine.records.snapshot import snapshot_steps
+from loopfeed.engine.records.snapshot_weights import find_best
 from loopfeed.engine.records.weights import read_weights
 from loopfeed.engine.settings import SettingError
 from loopfeed.engine.stream.sinks import EvaluationRecord
@@ -49,6 +53,20 @@ def test_the_best_step_has_the_best_number_and_is_the_earliest_of_equals(metric,
     best = best_evaluation(with_snapshots, parse_metric(metric))
     assert told[-1:] == ([] if best is None else [value_of(parse_metric(metric), best)])
     assert (told, len(told)) == (sorted(set(told), reverse=metric in ("loss", "error:min")), len({*told}))
+
+
+def test_the_best_snapshot_of_a_run_without_classes_has_the_least_loss(tmp_path, monkeypatch):
+    monkeypatch.setattr(snapshot_weights, "read_recorded", lambda _: SimpleNamespace(config=toy_config()))
+    unranked = {"top1": math.nan, "top5": math.nan}
+    lines = [record(step, loss=loss, **unranked).to_json() for step, loss in ((2, 0.5), (4, 0.25), (6, 0.125))]
+    (tmp_path / "eval.jsonl").write_text("\n".join([*lines, ""]))
+    for step in (2, 4):
+        (tmp_path / "snapshots" / str(step)).mkdir(parents=True)
+    said: list[str] = []
+    assert (find_best(tmp_path, None, said.append), said) == (4, ["best snapshot: step 4, loss 0.25"])
+    (tmp_path / "eval.jsonl").unlink()
+    with pytest.raises(ValueError, match="none has top1 in eval"):
+        find_best(tmp_path, None, said.append)
 
 
 @pytest.mark.parametrize("text", ["top2", "error", "error:best", "top1:max", ":max", "a b:max"])

@@ -56,7 +56,7 @@ Examples:
 @click.option(
     "--metric",
     metavar="NAME",
-    show_default="--keep-best of the run, else top1",
+    show_default="--keep-best of the run, else top1, else loss",
     shell_complete=complete_word(lambda: ("top1", "top5", "loss")),
     help="What is best: top1, top5, loss, or a metric of your own as NAME:max or NAME:min.",
 )

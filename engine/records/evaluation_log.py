@@ -89,9 +89,9 @@ def value_of(metric: BestMetric, record: EvaluationRecord) -> float:
     return float(found) if isinstance(found, int | float) and math.isfinite(found) else math.nan
 
 
-def compared_by(evaluations: Iterable[EvaluationRecord], given: str | None) -> BestMetric:
+def compared_by(evaluations: Collection[EvaluationRecord], given: str | None) -> BestMetric:
     """Return what says which of some evaluations is best: the setting `keep_best`, else top-1, else the loss."""
-    if given is None and all(math.isnan(each.top1) for each in evaluations):
+    if given is None and evaluations and all(math.isnan(each.top1) for each in evaluations):
         return BestMetric("loss", False)
     return parse_metric(given or "top1")
 

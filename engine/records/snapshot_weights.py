@@ -10,8 +10,7 @@ import jax
 import numpy as np
 
 from loopfeed.engine.images.unpack import LEAST_STD
-from loopfeed.engine.objective.best_metric import parse_metric
-from loopfeed.engine.records.evaluation_log import EvaluationLog, best_evaluation, value_of
+from loopfeed.engine.records.evaluation_log import EvaluationLog, best_evaluation, compared_by, value_of
 from loopfeed.engine.records.folder_state import check_config_digest
 from loopfeed.engine.records.recorded_run import RecordedRun, read_recorded, recorded_user_parts
 from loopfeed.engine.records.run_folder import CONFIG, EVALUATION_LOG, SNAPSHOTS
@@ -54,16 +53,16 @@ def find_best(run: Path, given: str | None, notify: Callable[[str], None]) -> in
     Args:
         run: the run folder.
         given: top1, top5, loss, or a metric of your own as NAME:max or NAME:min; None is the run's setting `keep_best`,
-            else top1.
+            else top1, or the loss if none of them has that.
         notify: called with one line that names the step and the number.
 
     Raises:
         ValueError: if none of the snapshots was evaluated.
     """
-    metric = parse_metric(given or read_recorded(run).config.keep_best or "top1")
     steps = snapshot_steps(run / SNAPSHOTS)
-    evaluations = EvaluationLog(run / EVALUATION_LOG).read()
-    best = best_evaluation([each for each in evaluations if each.step in steps], metric)
+    evaluations = [each for each in EvaluationLog(run / EVALUATION_LOG).read() if each.step in steps]
+    metric = compared_by(evaluations, given or read_recorded(run).config.keep_best)
+    best = best_evaluation(evaluations, metric)
     if best is None:
         raise ValueError(
             f"the best snapshot must have been evaluated at its own step, but of those of {run} "
