@@ -37,7 +37,8 @@ def test_each_image_of_a_subset_is_seen_once_an_epoch_and_epochs_are_its_own(dat
     epochs, _ = seen(given, indices=SUBSET, notify=said.append)
     assert sum(epochs, Counter()) == Counter({index: 2 * SUBSET.count(index) for index in SUBSET})
     assert any("from" in line and "12 of 24 images" in line for line in said)
-    result = train(replace(given, steps=1000, epochs=3), model=Linear(), indices=np.array(SUBSET))
+    in_epochs = replace(given, steps=1000, epochs=3)
+    result = train(in_epochs, model=Colours(), metrics=METRICS, indices=np.array(SUBSET))
     assert len(result.losses) == 6
     assert [each.num_images for each in result.evaluations] == [NUM_IMAGES] * 3
 
