@@ -65,7 +65,7 @@ def test_a_masked_class_without_target_costs_nothing():
         (lambda logits: cross_entropy(logits, soft), (0.25 * 1.31326168752 + 0.75 * 0.31326168752) / 2, SOFT),
         (lambda logits: cross_entropy_loss(logits, soft, jnp.ones(2)).mean(), 0.2816308437, SOFT),
     ):
-        found = jax.value_and_grad(loss)(MASKED)
+        found = jax.jit(jax.value_and_grad(loss))(MASKED)
         np.testing.assert_allclose(found[0], value, rtol=1e-6)
         np.testing.assert_allclose(found[1], gradient, rtol=1e-6, atol=1e-8)
 
