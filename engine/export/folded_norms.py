@@ -59,7 +59,8 @@ def _what_follows(operation: Operation, readers: _Readers) -> tuple[_Affine, lis
         step = _affine_of(after[0], value, axis)
         if step is None:
             break
-        whole = _Affine(whole.scale * step.scale, whole.shift * step.scale + step.shift)
+        with np.errstate(invalid="ignore"):  # of a division by zero
+            whole = _Affine(whole.scale * step.scale, whole.shift * step.scale + step.shift)
         following.append(after[0])
         (value,) = after[0].results
     return whole, following

@@ -8,7 +8,7 @@ import hashlib
 import logging
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -94,13 +94,16 @@ def _fetch(location: str, repository: str, revision: str) -> HubFiles:
 @contextmanager
 def _without_warnings() -> Iterator[None]:
     """Keep the hub's library from warning of each try that failed: the error that follows says it once."""
-    logger = logging.getLogger("huggingface_hub")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    # A filter of this call alone, because another thread may download too, and end earlier or later.
+    is_shown: Callable[[logging.LogRecord], bool] = lambda record: record.levelno >= logging.ERROR  # noqa: E731
+    handlers = [*logging.getLogger("huggingface_hub").handlers]
+    for handler in handlers:
+        handler.addFilter(is_shown)
     try:
         yield
     finally:
-        logger.setLevel(level)
+        for handler in handlers:
+            handler.removeFilter(is_shown)
 
 
 def _file(location: str, repository: str, name: str, revision: str) -> Path | None:

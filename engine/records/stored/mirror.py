@@ -165,7 +165,7 @@ class Mirror:
     def _wait(self) -> bool:
         """Wait until there is something to upload, or return False at the end; renew the lease meanwhile."""
         uploaded_s = time.monotonic()
-        step = None if self.stored is None else max(self.stored.snapshot_steps, default=None)
+        step = None if self._continued is None else max(self._continued.snapshot_steps, default=None)
         while True:
             with self._changed:
                 is_ending = self._changed.wait_for(lambda: self._is_finishing or self._is_abandoned, _LOOK_EVERY_S)
