@@ -81,7 +81,7 @@ class ProgressSink:
         self._task = self._progress.add_task("train", total=steps)
 
     def describe_run(self, description: RunDescription) -> None:
-        """Begin with the best evaluation of the launches before, by `keep_best`, else by top-1."""
+        """Begin with the best evaluation of the launches before, by `keep_best`, else by top-1, else by the loss."""
         self._epoch_at, self._compared = description.epoch_at, description.settings["keep_best"]
         if description.run_dir is not None:
             with suppress(OSError):  # only what is shown depends on it

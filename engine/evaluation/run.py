@@ -82,7 +82,7 @@ def evaluate(
         per_class: also count each class separately.
         notify: called with one-line messages about the weights and the images.
         snapshot: the step of the snapshot to evaluate, instead of the weights that the run wrote at its end; "best" is
-            the kept one with the best evaluation by `keep_best`, else by top-1.
+            the kept one with the best evaluation by `keep_best`, else by top-1 or, without it, by the loss.
         predictions: also return the decision on each image; the labels must be class numbers.
 
     Raises:

@@ -86,7 +86,7 @@ def export_model(
         snapshot: the step of a run's snapshot to export, "best" for the kept one with the best evaluation, or None for
             the weights at its end, else of its newest snapshot.
         metric: what "best" means: top1, top5, loss, or a metric of your own as NAME:max or NAME:min; None is the run's
-            setting `keep_best`, else top1.
+            setting `keep_best`, else top1 or, without it, the loss.
         model: your own model, if the run trained one; or the registry name of a file's, if it records none.
         image_size: height and width of the input, for a weights file; None is the one that the file records.
         overwrite: whether to replace what is there.

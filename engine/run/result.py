@@ -14,13 +14,12 @@ from loopfeed.engine.charts.history import History, history_in_memory, read_hist
 from loopfeed.engine.charts.number_text import percent
 from loopfeed.engine.compilation.ahead_of_time import Compiled
 from loopfeed.engine.feed.batches import image_shape
-from loopfeed.engine.objective.best_metric import parse_metric
 from loopfeed.engine.owners import storage_options_of
 from loopfeed.engine.processes import this_process
 from loopfeed.engine.profile.table import Profile
 from loopfeed.engine.program.train_state import TrainState
 from loopfeed.engine.python_calls import in_python_words
-from loopfeed.engine.records.evaluation_log import best_evaluation
+from loopfeed.engine.records.evaluation_log import best_evaluation, compared_by
 from loopfeed.engine.records.loss_log import COMPLETE_ENDS, end_words
 from loopfeed.engine.records.stored.reading import local_copy, logs_only
 from loopfeed.engine.records.weights_metadata import describe_weights, without_classes
@@ -132,10 +131,12 @@ def described_losses(losses: NDArray[np.float32]) -> str:
 
 def describe_evaluations(evaluations: Sequence[EvaluationRecord]) -> str:
     """Return the last evaluation and the best, as text; there must be one."""
-    last = evaluations[-1]
-    best = best_evaluation(evaluations, parse_metric("top1"))
+    last, metric = evaluations[-1], compared_by(evaluations, None)
+    best = best_evaluation(evaluations, metric)
     if best is None:
         return f"loss {last.loss:z.4f} at step {last.step:,}"
+    if metric.name == "loss":
+        return f"loss {last.loss:z.4f}, best {best.loss:z.4f} at step {best.step:,}"
     return f"top-1 {percent(last.top1)}, best {percent(best.top1)} at step {best.step:,}"
 
 
