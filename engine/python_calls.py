@@ -248,6 +248,7 @@ class _Spelling(NamedTuple):
 
 
 _OPTION = re.compile(r"(?<![\w-])--([a-z][a-z0-9-]*)(?: (?=[A-Z]+\b|\d|off\b|/|s3:))?")
+_AGAIN = re.compile(r"run-train --recipe (\S+)/config\.json --run-dir \1 --overwrite\b")
 _RESUME_OF = re.compile(r"run-train --run-dir (\S+) --resume\b")
 _RESUME = re.compile(r"run-train --resume\b")
 _PACK = "`preprocess-imagenet SOURCE DEST`"
@@ -278,6 +279,7 @@ def _respelled(text: str, spellings: Mapping[str, _Spelling]) -> str:
             return f"{found.name}={found.value}" + " " * match[0].endswith(" ")
         return found.name + "=" * match[0].endswith(" ")
 
+    text = _AGAIN.sub(r"train(replace(run_settings('\1'), overwrite=True))", text)
     text = _RESUME_OF.sub(r"train(replace(run_settings('\1'), resume=True))", text)
     return _OPTION.sub(word, _RESUME.sub("train(…, resume=True)", text))
 

@@ -158,6 +158,10 @@ def test_a_folder_that_is_taken_is_refused_in_the_words_of_python(tmp_path):
         ("continue it (--resume), not --overwrite", "continue it (resume=True), not overwrite=True"),
         ("give --data DIR, or --eval-split off", "give data=DIR, or eval_split=off"),
         ("set --learning-rate; --no-eval-mirror", "set learning_rate; eval_mirror=False"),
+        (
+            "again: run-train --recipe a/config.json --run-dir a --overwrite",
+            "again: train(replace(run_settings('a'), overwrite=True))",
+        ),
         ("resume it with run-train --resume", "resume it with train(…, resume=True)"),
         (
             "from it: run-train --run-dir runs/a --resume",

@@ -73,13 +73,16 @@ def test_settings_of_another_run_or_of_an_earlier_launch_are_refused(copied_run,
     before = json.loads(path.read_text())
     run(tmp_path / "other")
     shutil.copy(tmp_path / "other/config.json", path)
-    assert "config.json does not belong to the run in its folder" in refusal(copied_run)
+    refused = (
+        rf"config\.json and {copied_run}/snapshots/6 are not of the same run: .* Restore it or, if the second is of"
+    )
+    assert re.search(refused, refusal(copied_run))
     (fault,) = check_files(copied_run).faults
-    assert "config.json does not belong to the run" in fault
+    assert "config.json and " in fault
     # As a backup of the first launch's would be.
     first = {**before, "continues": [], "sha256": ""}
     path.write_text(json.dumps(sealed({key: value for key, value in first.items() if key != "sha256"})))
-    assert "according to the snapshot of step 6" in refusal(copied_run)
+    assert "snapshots/6 are not of the same run" in refusal(copied_run)
 
 
 @pytest.mark.parametrize("left", ["result", "snapshots", "the snapshot before"])
@@ -91,7 +94,7 @@ def test_settings_of_another_run_are_not_evaluated_with(copied_run, tmp_path, le
     assert evaluate(copied_run, model=Linear(), evaluation=EVALUATED).record.step == STEPS
     run(tmp_path / "other", seed=5)
     shutil.copy(tmp_path / "other/config.json", copied_run / "config.json")
-    with pytest.raises(ValueError, match=r"config\.json does not belong to the run in its folder"):
+    with pytest.raises(ValueError, match=r"config\.json and \S+ are not of the same run"):
         evaluate(copied_run, model=Linear(), evaluation=EVALUATED)
 
 

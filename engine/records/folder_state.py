@@ -121,7 +121,7 @@ def check_no_more(path: Path, expected: LogState, by: RecordedBy) -> None:
         raise _refusal(path, expected, by, f"it is longer by {quantity(num_bytes - expected.num_bytes, 'byte')}")
 
 
-def check_config_digest(path: Path, digest: str | None, earlier: Sequence[str], state: FolderState, by: str) -> None:
+def check_config_digest(path: Path, digest: str | None, earlier: Sequence[str], state: FolderState, by: Path) -> None:
     """Raise ValueError unless `config.json` is the version recorded in a state or a later version of the same file.
 
     Args:
@@ -129,14 +129,15 @@ def check_config_digest(path: Path, digest: str | None, earlier: Sequence[str], 
         digest: its digest, None if it has none.
         earlier: its digests in earlier launches.
         state: the recorded state.
-        by: the name of the record, for the message.
+        by: the path of the record: a snapshot or `result.json`.
     """
     if state.config_sha256 in (digest, *earlier):
         return
     found = "there is none now" if digest is None else f"is {digest[:12]} now"
     raise ValueError(
-        f"{path} does not belong to the run in its folder: its digest (sha256) was {state.config_sha256[:12]} "
-        f"according to {by}, but {found}. Restore that file; to change a setting, give its option to run-train --resume"
+        f"{path} and {by} are not of the same run: according to the second, the digest (sha256) of the first was "
+        f"{state.config_sha256[:12]}, but {found}. Restore it or, if the second is of another run, remove that. "
+        "To change a setting, give its option to run-train --resume"
     )
 
 

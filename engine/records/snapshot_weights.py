@@ -76,7 +76,7 @@ def find_best(run: Path, given: str | None, notify: Callable[[str], None]) -> in
 def _read(run: Path, recorded: RecordedRun, step: int) -> StoredWeights:
     snapshot = read_snapshot(run / SNAPSHOTS, step)
     if snapshot.folder is not None:
-        by = f"the snapshot of step {step}"
+        by = run / SNAPSHOTS / str(step)
         check_config_digest(run / CONFIG, recorded.digest, recorded.continued, snapshot.folder, by)
     prefix = _AVERAGE if any(name.startswith(_AVERAGE) for name in snapshot.leaves) else ""
     found = {name.removeprefix(prefix): leaf for name, leaf in snapshot.leaves.items() if name.startswith(prefix)}

@@ -169,14 +169,14 @@ def read_run(path: Path, snapshot: int | None = None) -> TrainedRun:
 def _check_config(path: Path, recorded: RecordedRun, end: RecordedEnd | None) -> None:
     """Raise ValueError if `config.json` does not match `result.json` or, if that is missing, the newest snapshot."""
     if end is not None and end.folder is not None:
-        check_config_digest(path / CONFIG, recorded.digest, recorded.continued, end.folder, RESULT)
+        check_config_digest(path / CONFIG, recorded.digest, recorded.continued, end.folder, path / RESULT)
         return
     for step in reversed(snapshot_steps(path / SNAPSHOTS)):
         # The weights do not depend on a snapshot: a damaged one does not prevent their evaluation.
         with suppress(SnapshotError, OSError):
             state = read_folder_state(path / SNAPSHOTS, step)
             if state is not None:
-                by = f"the snapshot of step {step}"
+                by = path / SNAPSHOTS / str(step)
                 check_config_digest(path / CONFIG, recorded.digest, recorded.continued, state, by)
             return
 

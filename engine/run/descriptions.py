@@ -225,4 +225,4 @@ def check_is_as_recorded(run: Run) -> None:
     assert recorded is not None
     check_data(resolved_of(run), run.data, recorded)
     check_rules(rules_of_run(run), recorded.resolved)
-    check_given_weights(run.given, recorded, run.notify)
+    check_given_weights(run.given, recorded, run.path if run.stored is None else None, run.notify)

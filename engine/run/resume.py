@@ -233,11 +233,11 @@ def check_chain(run: Path, start: Resume) -> None:
     recorded, result = start.recorded, start.end
     assert recorded is not None
     if start.snapshot is not None and start.snapshot.folder is not None:
-        by = f"the snapshot of step {start.step}"
+        by = run / SNAPSHOTS / str(start.step)
         check_config_digest(run / CONFIG, recorded.digest, recorded.continued, start.snapshot.folder, by)
     if result is not None and result.folder is not None:
         # A launch removes the result of an earlier one, so this one belongs to the last launch.
-        check_config_digest(run / CONFIG, recorded.digest, recorded.continued, result.folder, RESULT)
+        check_config_digest(run / CONFIG, recorded.digest, recorded.continued, result.folder, run / RESULT)
     if result is not None and result.weights_digest is not None and (run / WEIGHTS).exists():
         from loopfeed.engine.records.weights import read_weights
 

@@ -6,6 +6,7 @@ Owns which statistics normalise the images of such a run, and what the user is t
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from loopfeed.engine.patterns import parse_freeze
 from loopfeed.engine.program.train_state import TrainState
 from loopfeed.engine.records.initial_weights import InitialWeights, load_initial_weights
 from loopfeed.engine.records.recorded_run import RecordedRun
+from loopfeed.engine.records.run_folder import CONFIG
 from loopfeed.engine.records.weights_metadata import (
     IMAGE_SIZE,
     MEAN,
@@ -158,7 +160,9 @@ def with_statistics(config: TrainConfig, data: RunData, given: InitialWeights | 
     return replace(data, **{name: value for name, value in found.items() if getattr(config, name) is None})
 
 
-def check_given_weights(given: InitialWeights | None, recorded: RecordedRun, notify: Callable[[str], None]) -> None:
+def check_given_weights(
+    given: InitialWeights | None, recorded: RecordedRun, run: Path | None, notify: Callable[[str], None]
+) -> None:
     """Raise ValueError if the initial weights are not those of the recorded run; say so if only their file is another.
 
     A file of another format, or with other metadata, may hold the same tensors.
@@ -167,11 +171,14 @@ def check_given_weights(given: InitialWeights | None, recorded: RecordedRun, not
     if given is None:
         return
     if given.digest != before:
+        again = (
+            "with --overwrite" if run is None else f"(run-train --recipe {run / CONFIG} --run-dir {run} --overwrite)"
+        )
         of = "".join(f", {name} {value}" for name, value in origin.items() if name != "source" and value)
         raise ValueError(
             "a run that is resumed or replayed from its beginning must start from its original weights, but those of "
             f"{recorded.config.init_from} differ (their digest was {_short(before)}{of}, is now "
-            f"{_short(given.digest)}): restore the file, or train the run again with --overwrite"
+            f"{_short(given.digest)}): restore the file, or train the run again {again}"
         )
     if origin.get("sha256") not in (None, given.origin.sha256):
         notify(f"the file of {printable(given.origin.source)} is another than the run started from, with equal tensors")
