@@ -45,6 +45,16 @@ def messages() -> set[str]:
     return found
 
 
+def test_every_option_that_a_message_names_is_one_of_a_command():
+    known = {"--version"}.union(*COMMAND_OPTIONS.values())
+    others = {"--no-", "--pretrained", "--xla", "--option", "--signal", "--no-deps", "--ignore-zeros"}  # not ours
+    commands = "|".join(COMMAND_OPTIONS)
+    for message in messages():
+        assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", message)) <= known | others, message
+        for command, option in re.findall(rf"\b({commands})\b[^`;:,.…()]*?(--[a-z][a-z0-9-]+)", message):
+            assert option in COMMAND_OPTIONS[command] | {"--version"}, message
+
+
 def collapse(message: str) -> str:
     return re.sub("…+", "…", message).strip()
 
