@@ -121,7 +121,9 @@ def check_no_more(path: Path, expected: LogState, by: RecordedBy) -> None:
         raise _refusal(path, expected, by, f"it is longer by {quantity(num_bytes - expected.num_bytes, 'byte')}")
 
 
-def check_config_digest(path: Path, digest: str | None, earlier: Sequence[str], state: FolderState, by: Path) -> None:
+def check_config_digest(
+    path: Path, digest: str | None, earlier: Sequence[str], state: FolderState, by: Path | str
+) -> None:
     """Raise ValueError unless `config.json` is the version recorded in a state or a later version of the same file.
 
     Args:
@@ -129,7 +131,7 @@ def check_config_digest(path: Path, digest: str | None, earlier: Sequence[str], 
         digest: its digest, None if it has none.
         earlier: its digests in earlier launches.
         state: the recorded state.
-        by: the path of the record: a snapshot or `result.json`.
+        by: the path or the name of the record: a snapshot or `result.json`.
     """
     if state.config_sha256 in (digest, *earlier):
         return

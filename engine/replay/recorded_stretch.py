@@ -90,7 +90,7 @@ def read_stretch(run: Path, from_step: int | None, to_step: int | None) -> Recor
     lines = list(read_lines(run / LOSS_LOG))
     to_step = _checked_end(run, to_step, len(lines))
     saved_steps = snapshot_steps(run / SNAPSHOTS)
-    from_step = _checked_begin(run, from_step, to_step, saved_steps)
+    from_step = _checked_begin(from_step, to_step, saved_steps)
     events = tuple(replace(event, snapshot=False) for event in read_events(run / CONTROL_LOG_NAME))
     start = Resume(events=events, recorded=recorded)
     if from_step:
@@ -132,19 +132,15 @@ def _checked_end(run: Path, to_step: int | None, num_lines: int) -> int:
     return to_step
 
 
-def _checked_begin(run: Path, from_step: int | None, to_step: int, saved_steps: Sequence[int]) -> int:
+def _checked_begin(from_step: int | None, to_step: int, saved_steps: Sequence[int]) -> int:
     before = [step for step in saved_steps if step < to_step]
     if from_step is None:
         return before[0] if before else 0
-    if from_step and from_step not in saved_steps:
-        found = ", ".join(map(str, saved_steps)) or "none"
+    if from_step not in (0, *before):
+        choices = " or ".join(map(str, sorted({0, *before})))
         raise ValueError(
-            f"the step to start from (--from) must be 0 or have a snapshot, got {from_step}: choose 0, or a step of "
-            f"{run} that has a snapshot ({found})"
-        )
-    if not 0 <= from_step < to_step:
-        raise ValueError(
-            f"the step to start from (--from) must be before the last step to replay, {to_step}, got {from_step}"
+            "the step to start from (--from) must be 0 or have a snapshot, and be before the last step to replay, "
+            f"{to_step}, got {from_step}: choose {choices}"
         )
     return from_step
 

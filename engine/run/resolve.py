@@ -47,7 +47,7 @@ def choose_model(config: TrainConfig, parts: UserParts, data: RunData) -> TrainM
         raise SettingError(
             "stop_at_top1",
             "{setting} must not be given if the data ({data}) have no images to evaluate on, got {value}: leave it "
-            "out, or choose an evaluation split ({eval_split})",
+            "out, or choose data with images for it ({eval_split})",
             data=data.description,
             value=config.stop_at_top1,
         )
@@ -168,7 +168,7 @@ def _check_patience(config: TrainConfig, data: RunData) -> None:
         raise SettingError(
             "stop_patience",
             "{setting} needs images to evaluate on, but the data ({data}) have none, got {found}: leave it out, or "
-            "choose an evaluation split ({eval_split})",
+            "choose data with images for it ({eval_split})",
             data=data.description,
             found=config.stop_patience,
         )
@@ -188,7 +188,7 @@ def _check_best_metric(name: str, text: str, parts: UserParts, data: RunData) ->
         raise SettingError(
             name,
             "{setting} needs images to evaluate on, but the data ({data}) have none, got {found!r}: leave it out, or "
-            "choose an evaluation split ({eval_split})",
+            "choose data with images for it ({eval_split})",
             data=data.description,
             found=text,
         )
