@@ -28,13 +28,13 @@ _PACKAGES = ("loopfeed",)
 _PREPARED = "_is_called_from_python"
 _CONSTRUCTING = ("dataclasses", "copy")
 _OURS = f"{Path(__file__).parents[1]}{os.sep}"
-_JAX = tuple(f"{os.sep}{name}{os.sep}" for name in ("jax", "jaxlib"))
+_HIDDEN = (*_PACKAGES, "jax", "jaxlib")
 _STANDARD = f"{Path(os.__file__).parent}{os.sep}"
 _INSTALLED = (
     _STANDARD,
     *(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages")),
 )
-_UNKNOWN_ARGUMENT = re.compile(r"unexpected keyword argument '(\w+)'$")
+_UNKNOWN_ARGUMENT = re.compile(r"(?:(\S+)\(\) got an )?unexpected keyword argument '(\w+)'")
 # What Loopfeed raises as a rule; anything else from its own lines may be a fault, which needs the whole traceback.
 _RULES = (ValueError, OSError, RuntimeError, ArithmeticError, KeyboardInterrupt)
 
@@ -157,12 +157,14 @@ def for_python(error: BaseException, function: Callable[..., Any] | None = None)
     chain = [*_causes(error)]
     if os.environ.get(TRACEBACK_VARIABLE) == "full" or not _is_explained(error):
         return
-    num_hidden = 0
+    # As those have that come from another process: what they say is in their text.
+    num_hidden, is_unraised = 0, any(each.__traceback__ is None for each in chain[1:])
     for each in chain:
         num_hidden += len([*_links(each.__traceback__)])
         each.__traceback__ = _user_traceback(each.__traceback__)
         num_hidden -= len([*_links(each.__traceback__)])
-    if not any(each.__traceback__ for each in chain[1:]):
+    is_of_user = is_unraised and error.__traceback__ is not None
+    if not is_of_user and not any(each.__traceback__ for each in chain[1:]):
         # What the message is made of; Python would show it above the message. It remains as the context.
         error.__cause__, error.__suppress_context__ = None, True
     notes = [note for note in getattr(error, "__notes__", ()) if _JAX_NOTE not in note and note != _HIDDEN_NOTE]
@@ -203,7 +205,7 @@ def _user_traceback(found: TracebackType | None) -> TracebackType | None:
     for link in links[first:]:
         name = _file(link)
         # What a dataclass writes for its class has no file, but the module of the class.
-        is_ours = name.startswith(_OURS) or any(part in name for part in _JAX) or _module(link) in _PACKAGES
+        is_ours = name.startswith(_OURS) or _module(link) in _HIDDEN
         if not is_ours and (kept or not any(part in name for part in _INSTALLED)):
             kept.append(link)
     chain = None
@@ -306,12 +308,14 @@ def _spellings(function: Callable[..., Any] | None) -> dict[str, _Spelling]:
 def _reword(error: BaseException, function: Callable[..., Any] | None) -> None:
     """Respell the options in the message of an error that Loopfeed raised, and in its notes."""
     links = [*_links(error.__traceback__)]
+    is_ours = bool(links) and _file(links[-1]).startswith(_OURS)
     if isinstance(error, SettingError):
         # A template, in which the settings have Python's names already.
         error.args = (error.args[0], in_python_words(str(error.args[1]), function))
-    elif links and _file(links[-1]).startswith(_OURS) and not isinstance(error, OSError):
+    elif is_ours and not isinstance(error, OSError):
         error.args = tuple(in_python_words(each, function) if isinstance(each, str) else each for each in error.args)
-    if function is not None and (unknown := _UNKNOWN_ARGUMENT.search(str(error))):
-        error.args = (f"{error}{did_you_mean(unknown[1], _shown_signature(function).parameters)}",)
+    unknown = _UNKNOWN_ARGUMENT.fullmatch(str(error)) if is_ours else None
+    if function is not None and unknown is not None and unknown[1] in (None, function.__qualname__):
+        error.args = (f"{error}{did_you_mean(unknown[2], _shown_signature(function).parameters)}",)
     if notes := getattr(error, "__notes__", None):
         notes[:] = [in_python_words(note, function) for note in notes]

@@ -13,7 +13,8 @@ import pytest
 import loopfeed
 from loopfeed import TrainConfig, train
 from loopfeed.engine.config import SETTINGS
-from loopfeed.engine.python_calls import in_python_words
+from loopfeed.engine.python_calls import called_from_python, in_python_words
+from loopfeed.engine.run.interrupted import train_interruptibly
 from tests.toy import CountedBatches, Linear, toy_batch, toy_config
 
 
@@ -39,6 +40,14 @@ def broken_callback(record):
     raise LookupError("mine")
 
 
+def of_another_process():
+    raise LookupError("mine") from RuntimeError("its traceback as text, as concurrent.futures gives it")
+
+
+def unlike_train():
+    Linear(trian=1)  # type: ignore[call-arg]
+
+
 def test_an_error_in_a_part_of_the_user_shows_the_users_frames_alone(monkeypatch):
     parts: dict[str, Any] = {"model": Linear(), "batches": toy_batch}
     for given, names in (
@@ -55,6 +64,21 @@ def test_an_error_in_a_part_of_the_user_shows_the_users_frames_alone(monkeypatch
         train(toy_config(), **parts, callbacks=[broken_callback])
     assert frames(raised.value)[-1] == "broken_callback"
     assert len(frames(raised.value)) > 5
+
+
+def test_what_an_error_of_the_user_says_stays(tmp_path):
+    call: Any = called_from_python(train_interruptibly)
+    with pytest.raises(LookupError) as raised:
+        call(of_another_process)
+    assert isinstance(raised.value.__cause__, RuntimeError)
+    with pytest.raises(TypeError, match=r"'trian'(\n|$)"):  # not what an argument of the public function may have meant
+        call(unlike_train)
+    # The user's own folder may have the name of a package.
+    code = compile("def helper():\n    loopfeed.read_weights(NONE)", str(tmp_path / "jax/helper.py"), "exec")
+    exec(code, scope := {"loopfeed": loopfeed, "NONE": NONE, "__name__": "helper"})
+    with pytest.raises(ValueError, match="weights must be a file") as refused:
+        call(scope["helper"])
+    assert frames(refused.value) == ["helper"]
 
 
 def test_an_error_of_a_rule_has_no_frames_and_a_fault_of_loopfeed_keeps_its_own(tmp_path, monkeypatch):
