@@ -199,7 +199,7 @@ def test_a_state_without_a_rule_is_as_before(tmp_path):
 @pytest.mark.parametrize(
     ("values", "parts", "message"),
     [
-        ({}, {"evaluation": None}, r"stop_patience needs images to evaluate on, .* got 2: leave it out, or choose an"),
+        ({}, {"evaluation": None}, r"stop_patience needs images to evaluate on, .* got 2: leave it out, or choose"),
         ({"eval_every_steps": None}, {}, r"needs evaluations before the end of the run, got 2 .*\(eval_every_steps\)"),
         ({"stop_metric": "error:min"}, {}, "stop_metric must name a metric of the run, got 'error'"),
         ({"stop_metric": "best"}, {}, "the setting stop_metric: a metric must be top1, top5, loss, or"),
