@@ -12,6 +12,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType, FunctionType, TracebackType
 from typing import Any, NamedTuple, Unpack, cast, get_args, get_origin, get_type_hints
@@ -55,7 +56,8 @@ def called_from_python[**P, T](function: Callable[P, T]) -> Callable[P, T]:
         try:
             found = function(*args, **kwargs)
         except BaseException as error:
-            for_python(error, function)
+            with suppress(AttributeError):  # of an error that cannot be changed, as a frozen dataclass
+                for_python(error, function)
             # Without an argument, because only then Python does not add this frame again.
             raise
         if isinstance(found, Generator):
@@ -124,7 +126,8 @@ def _each_of[T](found: Generator[T], function: Callable[..., Any]) -> Iterator[T
     try:
         yield from found
     except BaseException as error:
-        for_python(error, function)
+        with suppress(AttributeError):
+            for_python(error, function)
         raise
 
 

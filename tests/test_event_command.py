@@ -13,17 +13,17 @@ from threading import Thread
 
 import pytest
 
-from loopfeed import train
+from loopfeed import Callback, train
 from loopfeed.engine.loggers.event_command import EventCommand
 from loopfeed.engine.stream.sinks import EvaluationRecord, RunDescription
 from tests.toy import Linear, toy_batch, toy_config
 
 
-def train_telling(tmp_path, command, *, batches=toy_batch, **values):
+def train_telling(tmp_path, command, *, batches=toy_batch, callbacks=(), **values):
     """Train with a command in `tmp_path`, and return what the run said."""
     said: list[str] = []
     config = toy_config(on_event=f"cd '{tmp_path}'; {command}", run_dir=tmp_path / "run", **values)
-    train(config, model=Linear(), batches=batches, evaluation=toy_batch(99), notify=said.append)
+    train(config, model=Linear(), batches=batches, evaluation=toy_batch(99), notify=said.append, callbacks=callbacks)
     return [line for line in said if "--on-event" in line]
 
 
@@ -34,10 +34,20 @@ def told(tmp_path):
 KEEP = 'cat >> told; echo "$LOOPFEED_EVENT $LOOPFEED_STEP $LOOPFEED_RUN_DIR" >> variables'
 
 
+class StopAtOnce(Callback):
+    """Stops a run before its first step."""
+
+    def on_fit_begin(self, run):
+        run.request(stop=True)
+
+
 def test_a_command_is_told_of_each_best_evaluation_and_of_the_end(tmp_path):
     for values in ({}, {"resume": True}):  # a run that is complete is not done a second time
         assert train_telling(tmp_path, KEEP, steps=4, eval_every_steps=2, keep_best="loss", **values) == []
-    *best, done = told(tmp_path)
+    # But it is stopped where it was to be continued.
+    train_telling(tmp_path, KEEP, callbacks=[StopAtOnce()], steps=8, eval_every_steps=2, keep_best="loss", resume=True)
+    *best, done, stopped = told(tmp_path)
+    assert (stopped["event"], stopped["step"]) == ("stopped", 4)
     assert [each["event"] for each in best] == ["new-best"] * len(best)
     assert done.items() >= {"event": "done", "message": "run: done at step 4", "step": 4}.items()
     assert done["run_dir"] == str(tmp_path / "run")

@@ -4,7 +4,7 @@ import inspect
 import pickle
 import traceback
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,15 @@ def broken_callback(record):
     raise LookupError("mine")
 
 
+@dataclass(frozen=True)
+class FrozenError(Exception):
+    """An error whose traceback cannot be set."""
+
+
+def of_a_frozen_class():
+    raise FrozenError
+
+
 def of_another_process():
     raise LookupError("mine") from RuntimeError("its traceback as text, as concurrent.futures gives it")
 
@@ -73,6 +82,8 @@ def test_what_an_error_of_the_user_says_stays(tmp_path):
     assert isinstance(raised.value.__cause__, RuntimeError)
     with pytest.raises(TypeError, match=r"'trian'(\n|$)"):  # not what an argument of the public function may have meant
         call(unlike_train)
+    with pytest.raises(FrozenError):
+        call(of_a_frozen_class)
     # The user's own folder may have the name of a package.
     code = compile("def helper():\n    loopfeed.read_weights(NONE)", str(tmp_path / "jax/helper.py"), "exec")
     exec(code, scope := {"loopfeed": loopfeed, "NONE": NONE, "__name__": "helper"})

@@ -387,7 +387,7 @@ def _telling_end(events: EventCommand | None, start: Resume) -> Iterator[Callabl
     if events is not None:
         result, loss = ended[0], float(ended[0].losses[-1]) if len(ended[0].losses) else None
         was_done = start.end is not None and start.end.is_complete and result.steps_done == start.step
-        event = None if was_done else "done" if result.is_complete else "stopped"
+        event = "stopped" if not result.is_complete else None if was_done else "done"
         events.end(event, f"{end_words(result.stopped_by)} at step {result.steps_done}", loss=loss)
 
 
