@@ -66,6 +66,14 @@ def _cached_replays(_own_caches):
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _settings_of_python():
+    """Word the errors of settings as Python programs get them, whichever modules of tests are imported."""
+    import loopfeed
+
+    loopfeed.TrainConfig  # noqa: B018 - the access prepares the class
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _freeze_heap():
     """Exclude the objects of earlier modules from garbage collection, which would take seconds with all of them.

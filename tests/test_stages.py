@@ -138,7 +138,11 @@ def test_a_stage_is_a_run_of_its_own_on_the_images_that_follow(data, tmp_path):
     shared = {"momentum": 0, "weight_decay": 0, "mean": (0.5,) * 3, "std": (0.25,) * 3}
     only_first: dict[str, Any] = {"label_smoothing": 0.1, "freeze": "hidden.*"}
     staged = train(
-        config_of(data, **shared, stages=[Stage(until=7, **only_first), Stage(batch=6, learning_rate=0.05)]),
+        config_of(
+            data,
+            **shared,
+            stages=[Stage(until=3, **only_first), Stage(until=7, **only_first), Stage(batch=6, learning_rate=0.05)],
+        ),
         model=Pooled(),
     )
     plain = toy_config(**shared, batch=4, seed=3)
@@ -264,7 +268,7 @@ def test_epochs_are_counted_in_images():
     ("values", "fault"),
     [
         ({"stages": []}, r"stages must be a list of stages, such as .*, got \[\]"),
-        ({"stages": "a.toml"}, "got 'a.toml': give --stages FILE, or read_stages"),
+        ({"stages": "a.toml"}, "got 'a.toml': give stages=FILE, or read_stages"),
         ({"stages": [Stage(), Stage()]}, "stage 1 of 2: only the last stage may leave out where it ends"),
         ({"stages": [Stage(until="0e"), Stage()]}, "until must be a number of steps above 0, or of epochs"),
         ({"stages": [Stage(until=True), Stage()]}, "until must be a number of steps above 0"),
@@ -324,8 +328,8 @@ def test_a_resume_keeps_the_stages(data, tmp_path):
 def test_the_program_of_one_stage_is_explained(data):
     config = config_of(data, stages=STAGES)
     rates = DeviceRates(flops_per_s=1e12, bytes_per_s=1e11, dtype="float32", device="an example")
-    found = explain_program(config, rates=rates, stage=3, model=Pooled())
-    assert (found.batch, found.image_size) == (8, (6, 6))
+    found = explain_program(config, rates=rates, stage=2, model=Pooled())
+    assert (found.batch, found.image_size) == (4, (8, 8))
     with pytest.raises(ValueError, match="stage must lie in 1 … 3, the stages of the run, got 4"):
         explain_program(config, rates=rates, stage=4, model=Pooled())
 
@@ -468,9 +472,10 @@ def test_what_is_shown_of_a_run_belongs_to_its_stage(data):
         def close(self):
             pass
 
-    config = config_of(data, stages=TWO_STAGES, histogram_every_steps=5, log_images_every_steps=5)
+    config = config_of(data, stages=STAGES, histogram_every_steps=3, log_images_every_steps=3)
     train(config, model=Pooled(), sinks=[Sink()])
-    assert shown == [(5, 2), (5, (4, 4)), (10, 4), (10, (6, 6))]
+    assert shown[::2] == [(3, 2), (6, 4), (9, 4), (12, 4)]
+    assert shown[1::2] == [(3, (4, 4)), (6, (8, 8)), (9, (6, 6)), (12, (6, 6))]
 
 
 def test_evaluations_at_a_border_change_no_loss(data):
