@@ -195,6 +195,7 @@ def test_several_classes_per_image_and_numbers_have_outputs_of_their_own(tmp_pat
 RANDOM = np.random.default_rng(2)
 KERNEL: Any = RANDOM.normal(size=(3, 3, 4, 6)).astype(np.float32)
 GROUPED: Any = RANDOM.normal(size=(3, 3, 1, 4)).astype(np.float32)
+TWENTY = np.arange(20, dtype=np.float32)
 SQUARE = RANDOM.normal(size=(4, 4)).astype(np.float32)
 NHWC = ("NHWC", "HWIO", "NHWC")
 
@@ -233,9 +234,17 @@ OPERATIONS = {
     "norm": lambda x: 2 - jax.nn.relu((convolved(x) - CHANNELS) * CHANNELS / 3 + 1) * (convolved(x) / CHANNELS),
     "scaled": lambda x: convolved(x) * jnp.arange(20.0).reshape(4, 5, 1) + convolved(x) ** 2,
     "read twice": lambda x: (
-        jnp.minimum(convolved(x), 0.5) - (y := convolved(x) + 2) * y * y.mean((1, 2))[:, None, None]
+        jnp.minimum(convolved(x), 0.5)
+        - (y := convolved(x) + 2) * y * y.mean((1, 2))[:, None, None]
+        + ((z := convolved(x)) * CHANNELS - z)
     ),
     "hard": lambda x: x * (jnp.clip(3 + x, 0, 6) / 6) + jnp.clip(x + 3, 1, 6) / 6 + 6 / jnp.clip(x + 6, 5, 7) / 7,
+    "nearly hard": lambda x: jnp.clip(x + 1, 0, 0.5) / 6 + jnp.clip(x + 1, 0.5, 6) / 6,
+    "reversed": lambda x: (
+        (2 - convolved(x)) * CHANNELS
+        + CHANNELS / lax.conv_general_dilated(x * x + 1, np.abs(KERNEL), (1, 1), "SAME", dimension_numbers=NHWC)
+    ),
+    "equal bytes": lambda x: x * TWENTY.reshape(5, 4) + (x.swapaxes(2, 3) * TWENTY.reshape(4, 5)).swapaxes(2, 3),
     "largest": lambda x: pooled(x, -jnp.inf, lax.max) + max_pool(x, window=2, stride=1, padding=0)[:, :1, :1],
     "sums": lambda x: pooled(x, 0.0, lax.add),
     "products": lambda x: jnp.einsum("bhwc,cd,bhwe->bde", x, SQUARE, x) + jnp.einsum("bhwc,bhvc->bwv", x, x)[:, :4, :4],
