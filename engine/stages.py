@@ -92,7 +92,7 @@ class Stages(tuple[Stage, ...]):
     def of(cls, value: Any) -> Self:
         """Return the stages that a sequence of stages, or of their dictionaries, stands for."""
         if isinstance(value, str | os.PathLike):
-            raise _error("must be a list of stages, got {found!r}: give --stages FILE, or read_stages(FILE)", value)
+            raise _error("must be a list of stages, got {found!r}: give what read_stages(FILE) returns", value)
         given = list(value) if isinstance(value, Sequence) else None
         if not given or not all(isinstance(each, Stage | Mapping) for each in given):
             raise _error(

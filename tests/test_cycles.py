@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from loopfeed import TrainConfig, replay_run, run_settings, train
+from loopfeed import Stage, TrainConfig, replay_run, run_settings, train
 from loopfeed.engine.feed.shard_batches import ShardBatches
 from loopfeed.engine.records.recorded_run import read_recorded
 from loopfeed.engine.records.snapshot import read_snapshot, remove_snapshot, snapshot_steps
@@ -45,6 +45,10 @@ def test_a_stretched_schedule_is_announced_with_the_rate_before_and_after(schedu
     )
     assert describe_rate_change(recorded, recorded, 30) is None
     assert describe_rate_change(config, recorded, 0) is None
+    config, recorded = (
+        replace(each, stages=[Stage(until=2, learning_rate=0.1), Stage()]) for each in (config, recorded)
+    )
+    assert str(describe_rate_change(config, recorded, 30)).endswith("because the schedule now has 60 steps")
 
 
 @pytest.mark.parametrize(

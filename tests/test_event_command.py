@@ -49,7 +49,8 @@ def test_a_command_is_told_of_each_best_evaluation_and_of_the_end(tmp_path):
     *best, done, stopped = told(tmp_path)
     assert (stopped["event"], stopped["step"]) == ("stopped", 4)
     assert [each["event"] for each in best] == ["new-best"] * len(best)
-    assert done.items() >= {"event": "done", "message": "run: done at step 4", "step": 4}.items()
+    assert done.items() >= {"event": "done", "step": 4, "metric": "loss"}.items()
+    assert done["message"].startswith(f"run: done at step 4, best loss {done['value']:.6g} at step ")
     assert done["run_dir"] == str(tmp_path / "run")
     assert {each["metric"] for each in best} <= {"loss"}
     assert f"done 4 {tmp_path / 'run'}" in (tmp_path / "variables").read_text().splitlines()

@@ -262,13 +262,15 @@ def test_epochs_are_counted_in_images():
     assert settle_epochs(settled, 101) == settled
     assert TrainConfig.from_json(json.loads(json.dumps(settled.to_json()))) == settled
     assert settle_epochs(TrainConfig(stages=[Stage(until=3), Stage(until="1e")], batch=10), 101).steps == 11
+    with pytest.raises(SettingError, match=r"got step 11: let it end earlier \(until\), or give more epochs$"):
+        settle_epochs(TrainConfig(stages=[Stage(until="1e"), Stage()], batch=10, epochs=1), 101)
 
 
 @pytest.mark.parametrize(
     ("values", "fault"),
     [
         ({"stages": []}, r"stages must be a list of stages, such as .*, got \[\]"),
-        ({"stages": "a.toml"}, "got 'a.toml': give stages=FILE, or read_stages"),
+        ({"stages": "a.toml"}, r"got 'a.toml': give what read_stages\(FILE\) returns"),
         ({"stages": [Stage(), Stage()]}, "stage 1 of 2: only the last stage may leave out where it ends"),
         ({"stages": [Stage(until="0e"), Stage()]}, "until must be a number of steps above 0, or of epochs"),
         ({"stages": [Stage(until=True), Stage()]}, "until must be a number of steps above 0"),

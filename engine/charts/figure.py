@@ -34,7 +34,7 @@ class Figure:
         return f"Figure({', '.join(chart.title for chart in self.charts)})"
 
     def _repr_svg_(self) -> str:
-        """Return the picture, which is what a notebook shows."""
+        """Return the picture, which is what a notebook shows, no wider than its cell."""
         return self.to_svg()
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -46,16 +46,21 @@ class Figure:
         """
         if Path(path).suffix != ".svg":
             raise ValueError(f"a figure is written to an SVG file, got {path}: choose a name that ends in .svg")
-        write_whole(Path(path), self.to_svg().encode())
+        write_whole(Path(path), self.to_svg(is_fluid=False).encode())
 
-    def to_svg(self, height: int = _HEIGHT) -> str:
-        """Return the picture as SVG; `height` is that of one chart, in pixels."""
-        step = height + _TOP + _BOTTOM
+    def to_svg(self, height: int = _HEIGHT, *, is_fluid: bool = True) -> str:
+        """Return the picture as SVG.
+
+        Args:
+            height: that of one chart, in pixels.
+            is_fluid: whether the picture becomes smaller with the page that it is in; not all programs read this.
+        """
+        step, style = height + _TOP + _BOTTOM, ' style="max-width:100%;height:auto"' * is_fluid
         total = max(step * len(self.charts), 1)
         parts = [part for number, chart in enumerate(self.charts) for part in _draw(chart, number * step, height)]
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {total}" width="{_WIDTH}" height="{total}" '
-            f'style="max-width:100%;height:auto" font-family="system-ui,sans-serif" font-size="12" fill="{_INK}" '
+            f'font-family="system-ui,sans-serif" font-size="12" fill="{_INK}"{style} '
             f'role="img" aria-label="{escape(self._summary)}">{"".join(parts)}</svg>'
         )
 

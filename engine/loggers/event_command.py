@@ -81,10 +81,8 @@ class EventCommand:
     def write_evaluation(self, record: EvaluationRecord) -> None:
         """Tell of an evaluation that is better than all before."""
         if self._compare(record):
-            metric = compared_by([record], self._compared)
-            value = value_of(metric, record)
-            what = f"new best {metric.name} {value:.6g} at step {record.step}"
-            self.tell("new-best", what, metric=metric.name, value=value, loss=record.loss)
+            words, values = self._describe_best(record)
+            self.tell("new-best", f"new {words}", **values, loss=record.loss)
 
     def close(self) -> None:
         """Do nothing: the end of the run is the last event."""
@@ -100,6 +98,9 @@ class EventCommand:
                 self._events.get_nowait()
         limit_s = _INTERRUPTED_LIMIT_S if is_interrupted else _END_LIMIT_S
         self._end_at = time.monotonic() + limit_s
+        if event in ("done", "stopped") and self._best is not None:
+            words, best = self._describe_best(self._best)
+            what, values = f"{what}, {words}", values | best
         if event is not None:
             self.tell(event, what, **values)
         self._events.put(None)
@@ -127,6 +128,13 @@ class EventCommand:
         """Return whether an evaluation is the best so far."""
         self._best = better_of(self._best, record, self._compared)
         return self._best is record
+
+    def _describe_best(self, record: EvaluationRecord) -> tuple[str, dict[str, Any]]:
+        """Return words for the best evaluation, and the values that the command gets of it."""
+        metric = compared_by([record], self._compared)
+        value = value_of(metric, record)
+        shown = f"{100 * value:.2f} %" if metric.name in ("top1", "top5") else f"{value:.6g}"
+        return f"best {metric.name} {shown} at step {record.step}", {"metric": metric.name, "value": value}
 
     def _work(self) -> None:
         while (event := self._events.get()) is not None:

@@ -71,7 +71,8 @@ def describe_rate_change(config: TrainConfig, recorded: TrainConfig, step: int, 
         return f"a cycle of {length} is appended: {was}, and {way} to {peak}"
     if "steps" in changed:
         why = f"the schedule now has {quantity(config.steps, 'step')}"
-        if step >= recorded.steps:
+        has_rates = any("learning_rate" in each.settings for each in config.stages or ())
+        if step >= recorded.steps and not has_rates:
             why += " (--append-epochs appends a cycle instead)"
     elif "peak_learning_rate" in changed:
         why = f"the peak is now {rate_text(factor * config.peak_learning_rate)}"

@@ -97,7 +97,8 @@ def _with_checked_end(config: TrainConfig) -> TrainConfig:
             raise SettingError(
                 "stages",
                 "{setting}: stage {number} must end before the run, at step {end:,}, got step {until:,}: "
-                + ("give more {steps}" if config.resume else "give fewer steps in until, or more {steps}"),
+                + ("" if config.resume else "let it end earlier (until), or ")
+                + ("give more {epochs}" if config.epochs is not None else "give more {steps}"),
                 number=number,
                 end=config.steps,
                 until=stage.until_step,

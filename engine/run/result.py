@@ -109,7 +109,8 @@ class TrainResult:
             done += f", {len(self.losses):,} of them"
         facts = [] if not len(self.losses) else [("loss", described_losses(self.losses))]
         if self.evaluations:
-            facts.append(("evaluation", describe_evaluations(self.evaluations)))
+            launch = " of this launch" * (len(self.losses) != self.steps_done)
+            facts.append(("evaluation", f"{describe_evaluations(self.evaluations)}{launch}"))
         if self.num_skipped:
             facts.append(("skipped", f"{quantity(self.num_skipped, 'update')} that would have been NaN or infinite"))
         facts.append(("parameters", f"{self.num_params:,}"))
