@@ -452,10 +452,14 @@ def test_a_cycle_is_appended_in_the_batches_of_the_last_stage(data, tmp_path):
 
 
 def test_what_is_shown_of_a_run_belongs_to_its_stage(data):
-    """Histograms name the gradients that a stage trains, and images have its size."""
+    """Histograms name the gradients that a stage trains, images have its size, and epochs count its batches."""
     shown: list[Any] = []
+    epochs: list[float] = []
 
     class Sink:
+        def describe_run(self, description):
+            epochs.extend(map(description.epoch_at, (0, 5, 8, 12)))
+
         def open(self):
             pass
 
@@ -476,6 +480,7 @@ def test_what_is_shown_of_a_run_belongs_to_its_stage(data):
 
     config = config_of(data, stages=STAGES, histogram_every_steps=3, log_images_every_steps=3)
     train(config, model=Pooled(), sinks=[Sink()])
+    assert epochs == [0, 10 / 22, 22 / 22, 54 / 22]
     assert shown[::2] == [(3, 2), (6, 4), (9, 4), (12, 4)]
     assert shown[1::2] == [(3, (4, 4)), (6, (8, 8)), (9, (6, 6)), (12, (6, 6))]
 
