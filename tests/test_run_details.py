@@ -64,8 +64,11 @@ def test_the_control_words_factor_multiplies_the_learning_rate_of_the_update_and
     assert not np.array_equal(losses, whole_losses)
 
 
-def test_the_program_works_in_the_memory_of_the_state_that_it_is_given():
-    plan = plan_run(toy_config(), model=Linear(), batches=toy_batch)
+def test_the_program_works_in_the_memory_of_the_state_that_it_is_given(monkeypatch):
+    monkeypatch.setattr("loopfeed.engine.run.compiling._SAID_AFTER_S", 0.001)
+    told: list[str] = []
+    plan = plan_run(toy_config(), model=Linear(), batches=toy_batch, notify=told.append)
+    assert "still compiling, after 0 s" in told
     # Float32 parameters at the least; the optimiser's state comes on top.
     assert plan.compiled.memory_bytes["reused"] >= 4 * plan.run.num_params
 

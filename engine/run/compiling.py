@@ -1,5 +1,6 @@
 """Compilation of the program of an open run: traced, compiled while its first state is made, or only looked at."""
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -34,9 +35,12 @@ from loopfeed.engine.run.run import Run
 from loopfeed.engine.run.starting_weights import put_given_weights
 from loopfeed.engine.runtime.record import ProgramTimes
 from loopfeed.engine.spans import COMPILING
+from loopfeed.preprocess.quantities import duration_text
 
 # jax's name for NVIDIA GPUs, the only devices for which a program is compiled where there are none.
 _ABSENT_BACKEND = "gpu"
+# A large network takes minutes. It is said after this, then after twice as long each time.
+_SAID_AFTER_S = 30.0
 
 
 class DryRun(NamedTuple):
@@ -145,6 +149,10 @@ def _start_compiling(run: Run, traced: Traced) -> Callable[[], Compiled]:
     )
 
     def finish() -> Compiled:
+        began, limit_s = time.monotonic(), _SAID_AFTER_S
+        while not worker.wait(limit_s):
+            run.notify(f"still compiling, after {duration_text(time.monotonic() - began)}")
+            limit_s *= 2
         compiled = worker.result()
         _note_program(run, "training", compiled)
         origin = "loaded from the cache, " if compiled.from_cache else ""
