@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageEnhance, ImageOps
 
+from loopfeed import train
 from loopfeed.engine.images.augment import augment_images
 from loopfeed.engine.images.auto_augment import (
     Operation,
@@ -27,7 +28,7 @@ from loopfeed.engine.run.program_settings import compiled_settings
 from loopfeed.preprocess.pixels import pack_rgb, unpack_rgb
 from tests.test_resample import photograph
 from tests.threefry_reference import index, words_at
-from tests.toy import toy_config
+from tests.toy import Linear, toy_batch, toy_config
 
 pytestmark = pytest.mark.usefixtures("llvms_optimiser")
 
@@ -324,6 +325,11 @@ def test_it_follows_the_flip_and_precedes_the_colours():
 def test_the_settings_reach_the_program():
     given = compiled_settings(toy_config(auto_augment="randaugment", auto_augment_ops=3, auto_augment_magnitude=25))
     assert given.augmentation == Augmentation(auto_augment="randaugment", auto_augment_ops=3, auto_augment_magnitude=25)
+    off, on = (
+        train(toy_config(steps=1, auto_augment=policy), model=Linear(), batches=toy_batch).losses
+        for policy in ("off", "trivialaugment")
+    )
+    assert off[0] != on[0]
 
 
 @pytest.mark.parametrize(
