@@ -51,6 +51,8 @@ def called_from_python[**P, T](function: Callable[P, T]) -> Callable[P, T]:
         __tracebackhide__ = True
         if _is_internal(sys._getframe(1)):
             return function(*args, **kwargs)
+        for name in [name for name, value in kwargs.items() if value is _LEFT_OUT]:
+            del kwargs[name]  # of a decorator that fills in what the signature shows
         if callable(notify := kwargs.get("notify")):
             kwargs["notify"] = lambda line: notify(in_python_words(line, function))
         try:

@@ -65,7 +65,7 @@ def test_the_best_snapshot_of_a_run_without_classes_has_the_least_loss(tmp_path,
     said: list[str] = []
     assert (find_best(tmp_path, None, said.append), said) == (4, ["best snapshot: step 4, loss 0.25"])
     (tmp_path / "eval.jsonl").unlink()
-    with pytest.raises(ValueError, match="none has top1 in eval"):
+    with pytest.raises(ValueError, match="none was evaluated: choose a step"):
         find_best(tmp_path, None, said.append)
 
 

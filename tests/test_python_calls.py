@@ -164,6 +164,13 @@ def test_every_public_function_and_class_refuses_arguments_without_frames_of_its
         assert "Unpack" not in str(inspect.signature(each)), name  # but the names that may be given
 
 
+def test_a_decorator_may_fill_in_what_a_signature_shows(tmp_path):
+    bound = inspect.signature(loopfeed.pack).bind(tmp_path / "none", tmp_path / "out")
+    bound.apply_defaults()
+    with pytest.raises(ValueError, match="none does not exist"):
+        loopfeed.pack(*bound.args, **bound.kwargs)
+
+
 def test_a_folder_that_is_taken_is_refused_in_the_words_of_python(tmp_path):
     config = toy_config(run_dir=str(tmp_path / "run"))
     parts: dict[str, Any] = {"model": Linear(), "batches": toy_batch}

@@ -64,9 +64,10 @@ def find_best(run: Path, given: str | None, notify: Callable[[str], None]) -> in
     metric = compared_by(evaluations, given or read_recorded(run).config.keep_best)
     best = best_evaluation(evaluations, metric)
     if best is None:
+        lacking = f"has {metric.name} in {EVALUATION_LOG}" if evaluations else "was evaluated"
         raise ValueError(
             f"the best snapshot must have been evaluated at its own step, but of those of {run} "
-            f"({', '.join(map(str, steps)) or 'none'}) none has {metric.name} in {EVALUATION_LOG}: choose a step "
+            f"({', '.join(map(str, steps)) or 'none'}) none {lacking}: choose a step "
             "(--snapshot STEP), and evaluate as often as snapshots are taken (--eval-every)"
         )
     notify(f"best snapshot: step {best.step:,}, {metric.name} {value_of(metric, best):g}")
