@@ -180,7 +180,9 @@ def for_python(error: BaseException, function: Callable[..., Any] | None = None)
 
 
 def user_lines(error: BaseException) -> list[str]:
-    """Return the part of a traceback that is the user's code, as lines; none if no frame is theirs."""
+    """Return the part of a traceback that is the user's code, as lines; none if Loopfeed called none of it."""
+    if not any(_file(link).startswith(_OURS) for link in _links(error.__traceback__)):
+        return []
     return "".join(traceback.format_tb(_user_traceback(error.__traceback__))).splitlines()
 
 

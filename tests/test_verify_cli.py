@@ -88,7 +88,7 @@ def test_a_changed_loss_is_reported(monkeypatch, place):
         (["nowhere"], "a run folder must contain config.json, but nowhere does not exist: give"),
         (
             ["run", "--from", 2],
-            "must be 0 or have a snapshot, got 2: choose 0, or a step of run that has a",
+            "must be 0 or have a snapshot, and be before the last step to replay, 4, got 2: choose 0",
         ),
         (["run", "--to", 9], "(--to) must be a step in run/loss.jsonl, 1 … 4, got 9"),
         (["run", "--data", "elsewhere"], "elsewhere"),

@@ -349,7 +349,9 @@ def train_run(
         run.notify(warning)
     _describe_to_sinks(run, sinks)
     on_snapshot = called.snapshot_written if callbacks else lambda *_: None
-    with _telling_end(events, run.start) as tell_end, _finishing(sinks):
+    # Not the starting point itself, whose snapshot is released before the first step.
+    done_before = run.start.step if run.start.end is not None and run.start.end.is_complete else None
+    with _telling_end(events, done_before) as tell_end, _finishing(sinks):
         with nullcontext() if run.folder is None else Recorder(run, run.folder, on_snapshot) as recorder:
             # ---- Compile the program
             # A profile needs the scopes of this program, not of an older one with the same instructions.
@@ -371,8 +373,11 @@ def train_run(
 
 
 @contextmanager
-def _telling_end(events: EventCommand | None, start: Resume) -> Iterator[Callable[[TrainResult], None]]:
-    """Run the user's command after the block, with how the run ended, but not that it is done a second time."""
+def _telling_end(events: EventCommand | None, done_before: int | None) -> Iterator[Callable[[TrainResult], None]]:
+    """Run the user's command after the block, with how the run ended, but not that it is done a second time.
+
+    `done_before` is the steps of a run that was complete before, else None.
+    """
     ended: list[TrainResult] = []
     try:
         yield ended.append
@@ -386,8 +391,7 @@ def _telling_end(events: EventCommand | None, start: Resume) -> Iterator[Callabl
         raise
     if events is not None:
         result, loss = ended[0], float(ended[0].losses[-1]) if len(ended[0].losses) else None
-        was_done = start.end is not None and start.end.is_complete and result.steps_done == start.step
-        event = "stopped" if not result.is_complete else None if was_done else "done"
+        event = "stopped" if not result.is_complete else None if result.steps_done == done_before else "done"
         events.end(event, f"{end_words(result.stopped_by)} at step {result.steps_done}", loss=loss)
 
 
