@@ -25,7 +25,7 @@ highlight_language = "text"
 default_role = "literal"
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
-autodoc_preserve_defaults = True
+autodoc_preserve_defaults = False  # signatures have names of typed dictionaries, which the source has not
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 
