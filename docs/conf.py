@@ -25,14 +25,13 @@ highlight_language = "text"
 default_role = "literal"
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
-autodoc_preserve_defaults = False  # signatures have names of typed dictionaries, which the source has not
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 
 # Types of other projects, whose inventories would have to be fetched, and type aliases of Loopfeed, which are not
 # documented separately. Every other name in a signature or docstring must be on a page.
 _ALIASES = (
-    "Apply|BatchFunction|BatchStats|Channels|EvaluationArrays|Format|Images|Labels|LaunchState|Logits|Loss|"
+    "Apply|BatchFunction|BatchStats|Channels|EvaluationArrays|Format|Images|Indices|Labels|LaunchState|Logits|Loss|"
     "UserAugmentation|UserOptimizer|Padding|Pair|Params|PerExample|Phase|Pixels|RecordFunction|Schedule"
 )
 nitpick_ignore_regex = [
