@@ -58,8 +58,7 @@ def called_from_python[**P, T](function: Callable[P, T]) -> Callable[P, T]:
         try:
             found = function(*args, **kwargs)
         except BaseException as error:
-            with suppress(AttributeError):  # of an error that cannot be changed, as a frozen dataclass
-                for_python(error, function)
+            for_python(error, function)
             # Without an argument, because only then Python does not add this frame again.
             raise
         if isinstance(found, Generator):
@@ -128,8 +127,7 @@ def _each_of[T](found: Generator[T], function: Callable[..., Any]) -> Iterator[T
     try:
         yield from found
     except BaseException as error:
-        with suppress(AttributeError):
-            for_python(error, function)
+        for_python(error, function)
         raise
 
 
@@ -156,9 +154,15 @@ def is_interactive() -> bool:
 def for_python(error: BaseException, function: Callable[..., Any] | None = None) -> None:
     """Word an error for a Python program, and leave those frames out of its traceback that are not the user's.
 
-    The traceback of what may be a fault of Loopfeed or jax stays whole.
+    The traceback of what may be a fault of Loopfeed or jax stays whole, and an error that cannot be changed, as a
+    frozen dataclass, what it is.
     """
-    _reword(error, function)
+    with suppress(AttributeError):
+        _reword(error, function)
+        _leave_frames_out(error)
+
+
+def _leave_frames_out(error: BaseException) -> None:
     chain = [*_causes(error)]
     if os.environ.get(TRACEBACK_VARIABLE) == "full" or not _is_explained(error):
         return

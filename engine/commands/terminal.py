@@ -3,12 +3,10 @@
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from loopfeed.engine.records.evaluation_log import EvaluationLog, better_of, compared_by, value_of
-from loopfeed.engine.records.run_folder import EVALUATION_LOG
+from loopfeed.engine.records.evaluation_log import best_until, better_of, compared_by, value_of
 from loopfeed.engine.stream.sinks import (
     EvaluationProgress,
     EvaluationRecord,
@@ -84,10 +82,7 @@ class ProgressSink:
         """Begin with the best evaluation of the launches before, by `keep_best`, else by top-1, else by the loss."""
         self._epoch_at, self._compared = description.epoch_at, description.settings["keep_best"]
         if description.run_dir is not None:
-            with suppress(OSError):  # only what is shown depends on it
-                for record in EvaluationLog(description.run_dir / EVALUATION_LOG).read():
-                    if record.step <= description.step:
-                        self._compare(record)
+            self._best = best_until(description.run_dir, description.step, self._compared)
 
     def open(self) -> None:
         """Start drawing the progress line."""
@@ -111,12 +106,9 @@ class ProgressSink:
     def write_evaluation(self, record: EvaluationRecord) -> None:
         """Print the result of an evaluation above the progress line."""
         self._evaluation = None
-        self._compare(record)
+        self._best = better_of(self._best, record, self._compared)
         console = self._progress.console
         console.print(evaluation_words(record, console.width), markup=False, highlight=False, soft_wrap=True)
-
-    def _compare(self, record: EvaluationRecord) -> None:
-        self._best = better_of(self._best, record, self._compared)
 
     def close(self) -> None:
         """Draw the progress line for the last time and leave it on the screen."""

@@ -17,8 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from loopfeed.engine.records.evaluation_log import EvaluationLog, better_of, compared_by, value_of
-from loopfeed.engine.records.run_folder import EVALUATION_LOG
+from loopfeed.engine.records.evaluation_log import best_until, better_of, compared_by, value_of
 from loopfeed.engine.stream.sinks import EvaluationRecord, LossRecord, RunDescription
 from loopfeed.preprocess.printable import printable
 from loopfeed.preprocess.system_errors import error_text
@@ -63,10 +62,7 @@ class EventCommand:
         self._step, self._say = description.step, description.notify
         if description.run_dir is not None:
             self._run_dir = os.fspath(description.run_dir)
-            with suppress(OSError):
-                for record in EvaluationLog(description.run_dir / EVALUATION_LOG).read():
-                    if record.step <= self._step:
-                        self._compare(record)
+            self._best = best_until(description.run_dir, self._step, self._compared)
 
     def open(self) -> None:
         """Do nothing: the thread starts with the first event."""
@@ -80,7 +76,8 @@ class EventCommand:
 
     def write_evaluation(self, record: EvaluationRecord) -> None:
         """Tell of an evaluation that is better than all before."""
-        if self._compare(record):
+        self._best = better_of(self._best, record, self._compared)
+        if self._best is record:
             words, values = self._describe_best(record)
             self.tell("new-best", f"new {words}", **values, loss=record.loss)
 
@@ -123,11 +120,6 @@ class EventCommand:
                 self._worker = worker.start(is_attended=False)
             except RuntimeError as error:  # the system refuses to start another thread
                 self._warn(str(error))
-
-    def _compare(self, record: EvaluationRecord) -> bool:
-        """Return whether an evaluation is the best so far."""
-        self._best = better_of(self._best, record, self._compared)
-        return self._best is record
 
     def _describe_best(self, record: EvaluationRecord) -> tuple[str, dict[str, Any]]:
         """Return words for the best evaluation, and the values that the command gets of it."""

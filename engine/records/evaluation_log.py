@@ -7,12 +7,13 @@ terminals, jax, how an evaluation is computed or a snapshot written.
 import json
 import math
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from loopfeed.engine.objective.best_metric import BestMetric, parse_metric
 from loopfeed.engine.records.limits import LONGEST_LINE_BYTES
-from loopfeed.engine.records.loss_log import GrowingLog
+from loopfeed.engine.records.loss_log import EVALUATION_LOG_NAME, GrowingLog
 from loopfeed.engine.stream.sinks import EvaluationRecord
 
 _MAX_COUNT = 2**53  # above it a float64 is no longer exact
@@ -113,6 +114,14 @@ def better_of(best: EvaluationRecord | None, record: EvaluationRecord, given: st
     """Return the best evaluation after another one, as `best_evaluation` with what `compared_by` says of both."""
     known = [record] if best is None else [best, record]
     return best_evaluation(known, compared_by(known, given))
+
+
+def best_until(run: Path, step: int, given: str | None) -> EvaluationRecord | None:
+    """Return the best evaluation of a run folder up to a step, by what `compared_by` says; None if none can be read."""
+    with suppress(OSError):
+        records = [each for each in EvaluationLog(run / EVALUATION_LOG_NAME).read() if each.step <= step]
+        return best_evaluation(records, compared_by(records, given))
+    return None
 
 
 def best_step(evaluations: Iterable[EvaluationRecord], steps: Collection[int], metric: BestMetric) -> int | None:

@@ -18,7 +18,7 @@ from loopfeed.engine.records.digests import SEAL, is_as_sealed, json_digest
 from loopfeed.engine.records.file_errors import describe_unreadable
 from loopfeed.engine.records.folder_state import FolderState
 from loopfeed.engine.records.limits import MOST_JSON_BYTES
-from loopfeed.engine.records.loss_log import COMPLETE_ENDS
+from loopfeed.engine.records.loss_log import RunEnd
 from loopfeed.engine.records.machine import MACHINE, Topology, in_one_process
 from loopfeed.engine.records.run_folder import CONFIG, CONTINUED, EVALUATION_LOG, LOSS_LOG, RESULT
 from loopfeed.engine.settings import Owner, shown
@@ -62,7 +62,7 @@ def read_result(run: Path) -> RecordedEnd | None:
         if not isinstance(values, dict):
             raise TypeError(f"it must be a JSON object, but is {type(values).__name__}")
         if SEAL not in values and FILES not in values:
-            return RecordedEnd(None, None, is_sealed=False, is_complete=_is_complete(values))
+            return _recorded_end(values, is_sealed=False)
         if not is_as_sealed(values):
             found, now = str(values.get(SEAL, "none"))[:12], json_digest(values)[:12]
             raise ValueError(f"its digest (sha256) was {found}, but is {now} now")
@@ -78,19 +78,15 @@ def read_result(run: Path) -> RecordedEnd | None:
         ) from error
 
 
-def _is_complete(values: Mapping[str, Any]) -> bool:
-    return values.get("stopped_by") in COMPLETE_ENDS
-
-
-def _recorded_end(values: dict[str, Any]) -> RecordedEnd:
-    files = values.get(FILES)
+def _recorded_end(values: dict[str, Any], *, is_sealed: bool = True) -> RecordedEnd:
+    files, is_complete = values.get(FILES), RunEnd.of(values).outcome == "done"
     if files is None:
-        return RecordedEnd(None, None, is_sealed=True, is_complete=_is_complete(values))
+        return RecordedEnd(None, None, is_sealed, is_complete)
     folder = FolderState.from_json(files)
     for name in (LOSS_LOG, EVALUATION_LOG, CONTROL_LOG_NAME):
         if name not in folder.logs:
             raise KeyError(name)
-    return RecordedEnd(folder, files.get(WEIGHTS_DIGEST), is_sealed=True, is_complete=_is_complete(values))
+    return RecordedEnd(folder, files.get(WEIGHTS_DIGEST), is_sealed, is_complete)
 
 
 # What the runs of versions without a setting used, where that is not its default now.

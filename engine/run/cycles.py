@@ -71,8 +71,7 @@ def describe_rate_change(config: TrainConfig, recorded: TrainConfig, step: int, 
         return f"a cycle of {length} is appended: {was}, and {way} to {peak}"
     if "steps" in changed:
         why = f"the schedule now has {quantity(config.steps, 'step')}"
-        has_rates = any("learning_rate" in each.settings for each in config.stages or ())
-        if step >= recorded.steps and not has_rates:
+        if step >= recorded.steps and not _has_rates_of_stages(config):
             why += " (--append-epochs appends a cycle instead)"
     elif "peak_learning_rate" in changed:
         why = f"the peak is now {rate_text(factor * config.peak_learning_rate)}"
@@ -80,6 +79,11 @@ def describe_rate_change(config: TrainConfig, recorded: TrainConfig, step: int, 
         why = f"{changed[0]} is now {describe_value(getattr(config, changed[0]))}"
     now_text, before_text = rate_text(factor * now), rate_text(factor * before)
     return f"the learning rate goes on at {now_text}; it was {before_text} at step {step:,}, because {why}"
+
+
+def _has_rates_of_stages(config: TrainConfig) -> bool:
+    """Return whether stages have learning rates of their own, to which no cycle can be appended."""
+    return any("learning_rate" in stage.settings for stage in config.stages or ())
 
 
 def rate_text(rate: float) -> str:
@@ -127,7 +131,7 @@ def append_cycle(
             found=config.append_epochs,
         )
     _check_length_is_kept(config, recorded)
-    if any("learning_rate" in stage.settings for stage in recorded.stages or ()):
+    if _has_rates_of_stages(recorded):
         raise SettingError(
             "append_epochs",
             "{setting} appends a cycle of the run's learning rate, but stages of the run have rates of their own, got "
