@@ -25,6 +25,7 @@ from loopfeed.engine.objective.losses import Loss
 from loopfeed.engine.objective.metrics import Metric, PerExample
 from loopfeed.engine.parts import PartArguments
 from loopfeed.engine.program.train_state import TrainModel
+from loopfeed.engine.records.evaluation_log import describe_evaluations
 from loopfeed.engine.records.recorded_run import read_recorded, recorded_user_parts
 from loopfeed.engine.records.run_folder import SNAPSHOTS
 from loopfeed.engine.records.run_summary import RunState, RunSummary, summarise_run
@@ -32,7 +33,6 @@ from loopfeed.engine.records.saved_weights import SavedWeights, weights_as_pytre
 from loopfeed.engine.records.snapshot import snapshot_steps
 from loopfeed.engine.records.stored.reading import every_file, local_copy, logs_only, settings_only
 from loopfeed.engine.records.trained_run import check_folder, reading_run, run_settings
-from loopfeed.engine.run.result import describe_evaluations
 from loopfeed.engine.stream.sinks import EvaluationRecord
 from loopfeed.preprocess.quantities import listed
 from loopfeed.preprocess.storage_options import is_url
@@ -236,7 +236,7 @@ class OpenedRun:
         facts = [("model", str(found.resolved.get("model", "unknown")))]
         facts += [] if found.loss is None else [("loss", f"{found.loss:z.4f}")]
         if evaluations := self.evaluations:
-            facts.append(("evaluation", describe_evaluations(evaluations)))
+            facts.append(("evaluation", describe_evaluations(evaluations, found.keep_best)))
         facts += [] if found.fault is None else [("fault", found.fault)]
         of_all = "" if found.steps is None or found.step is None else f" of {found.steps:,}"
         return f"run {found.state}{done}{of_all}", [*facts, ("folder", self.path)]

@@ -15,7 +15,7 @@ import pytest
 
 from loopfeed import Callback, train
 from loopfeed.engine.loggers.event_command import EventCommand
-from loopfeed.engine.stream.sinks import EvaluationRecord, RunDescription
+from loopfeed.engine.stream.sinks import EvaluationRecord, RunDescription, loss_number
 from tests.toy import Linear, toy_batch, toy_config
 
 
@@ -50,7 +50,7 @@ def test_a_command_is_told_of_each_best_evaluation_and_of_the_end(tmp_path):
     assert (stopped["event"], stopped["step"]) == ("stopped", 4)
     assert [each["event"] for each in best] == ["new-best"] * len(best)
     assert done.items() >= {"event": "done", "step": 4, "metric": "loss"}.items()
-    assert done["message"].startswith(f"run: done at step 4, best loss {done['value']:.6g} at step ")
+    assert done["message"].startswith(f"run: done at step 4, best loss {loss_number(done['value'])} at step ")
     assert done["run_dir"] == str(tmp_path / "run")
     assert {each["metric"] for each in best} <= {"loss"}
     assert f"done 4 {tmp_path / 'run'}" in (tmp_path / "variables").read_text().splitlines()

@@ -68,7 +68,7 @@ def test_a_real_run_is_listed_with_what_it_returned(trained):
     assert found["state"] == "done"
     assert (found["step"], found["steps"]) == (5, 5)
     assert found["loss"] == logged[-1]["loss"]
-    assert found["best_top1"] == pytest.approx(best.top1)
+    assert found["best_value"] == pytest.approx(best.top1)
     assert found["settings"]["learning_rate"] == 0.25
     assert found["result"]["stopped_by"] == "steps"
     assert found["evaluation"]["step"] == 5
@@ -159,14 +159,43 @@ def test_runs_that_differ_in_their_seed_alone_are_summarised_together(tmp_path):
     assert [found[name]["over_seeds"] for name in ("other", "unfinished", "damaged")] == [None] * 3
     assert over["num_runs"] == 3
     # Of 0.5, 0.6 and 0.76: their mean is 0.62, and the root of (0.0144 + 0.0004 + 0.0196) / 2 is 0.131149.
-    assert over["last_top1"] == {"mean": pytest.approx(0.62), "std": pytest.approx(0.1311488)}
-    assert over["best_top1"] == {"mean": pytest.approx(0.9), "std": pytest.approx(0, abs=1e-12)}
+    assert over["last_value"] == {"mean": pytest.approx(0.62), "std": pytest.approx(0.1311488)}
+    assert over["best_value"] == {"mean": pytest.approx(0.9), "std": pytest.approx(0, abs=1e-12)}
     assert over["duration_s"] == {"mean": pytest.approx(50), "std": pytest.approx(10)}
     table = listed(tmp_path).stdout
     assert "3 seeds (s0, s1, s2): best top-1 90.00 ± 0.00 %, last top-1 62.00 ± 13.11 %, loss 1.0444 ± 0.2694" in table
     header, *rows = table.splitlines()
     assert header.index("best top-1") < header.index("last top-1") < header.index("duration")
     assert any("90.00 %     50.00 %" in row and " 40 s" in row for row in rows)
+
+
+def test_runs_are_compared_by_what_each_of_them_kept_as_best(tmp_path):
+    lines = [
+        EvaluationRecord(1, 9, 0.9, 0.95, 0.25, NOW, metrics={"f1": 0.5}),
+        EvaluationRecord(2, 9, 0.5, 1.0, 0.125, NOW, metrics={"f1": 0.75}),
+        EvaluationRecord(3, 9, 0.6, 0.9, 1.0, NOW, metrics={"f1": math.nan}),
+    ]
+    for name, keep_best in (("none", None), ("loss", "loss"), ("top5", "top5"), ("own", "f1:max"), ("wrong", "?")):
+        run = make_run(tmp_path / f"{name}/{name}", result={"stopped_by": "steps"}, keep_best=keep_best)
+        (run / "eval.jsonl").write_text("".join(each.to_json() + "\n" for each in lines))
+    names = ("best_metric", "best_value", "best_step", "last_value")
+    found = objects(tmp_path)
+    assert {run: tuple(each[name] for name in names) for run, each in found.items()} == {
+        "none": ("top1", 0.9, 1, 0.6),
+        "wrong": ("top1", 0.9, 1, 0.6),
+        "loss": ("loss", 0.125, 2, 1.0),
+        "top5": ("top5", 1.0, 2, 0.9),
+        "own": ("f1:max", 0.75, 2, None),
+    }
+    # One metric stands in the titles; several do in the cells.
+    for name, titles, cells in (("loss", "best loss  last loss", "0.1250     1.0000"), ("own", "best f1", "0.7500")):
+        header, row = listed(tmp_path / name).stdout.splitlines()
+        assert f"loss  {titles}  images/s" in " ".join(header.split(" "))
+        assert row.split("1.3333")[1].split()[: len(cells.split())] == cells.split()
+    header, *rows = listed(tmp_path).stdout.splitlines()
+    assert "loss            best           last  images/s" in header
+    assert any("top-5 100.00 %  top-5 90.00 %" in row for row in rows)
+    assert any("loss 0.1250    loss 1.0000" in row for row in rows)
 
 
 # --- the search

@@ -16,7 +16,7 @@ from xml.etree import ElementTree as ET
 import numpy as np
 import pytest
 
-from loopfeed import BackgroundRun, RunInterrupted, train
+from loopfeed import BackgroundRun, RunInterrupted, open_run, train
 from loopfeed.engine.run.notebook import NotebookDisplay
 from loopfeed.engine.stream.sinks import EvaluationRecord, LossRecord, RunDescription
 from tests.toy import CountedBatches, Linear, toy_batch, toy_config
@@ -105,7 +105,9 @@ def test_the_display_says_what_the_run_does(monkeypatch):
     shown: list[str] = []
     display = NotebookDisplay(lambda content, _: shown.append(content["text/plain"]))
     monkeypatch.setattr("loopfeed.engine.run.notebook._DRAWN_EVERY_S", 0.0)
-    display.describe_run(RunDescription({"steps": 1000}, {}, None, 0, None, print, lambda step: step / 80))
+    display.describe_run(
+        RunDescription({"steps": 1000, "keep_best": "loss"}, {}, None, 0, None, print, lambda step: step / 80)
+    )
     for step in range(1, 101):
         display.write(LossRecord(step, 1 / step, 0.5, 80.0, 1.5, time=step / 10))
     display.write_evaluation(EvaluationRecord(100, 8, 0.75, float("nan"), 0.3, 10.0))
@@ -114,7 +116,7 @@ def test_the_display_says_what_the_run_does(monkeypatch):
         "  step        100 of 1,000, epoch 1.2/12.5, 1 min 30 s left",
         "  loss        0.0138, learning rate 0.5",
         "  speed       80 images/s, waiting 1.5 ms a step",
-        "  evaluation  top-1 75.00 %, best 75.00 % at step 100",
+        "  evaluation  loss 0.3000, best 0.3000 at step 100",
     ]
     display.end(KeyboardInterrupt())
     assert shown[-1].splitlines()[0] == "run ended by KeyboardInterrupt"
@@ -217,12 +219,13 @@ def test_a_second_interrupt_ends_the_cell_at_once():
 
 
 def test_a_result_is_a_short_card_and_has_the_history_of_all_launches(tmp_path):
-    config = toy_config(steps=3, run_dir=tmp_path / "run", eval_every_steps=3)
+    config = toy_config(steps=3, run_dir=tmp_path / "run", eval_every_steps=3, keep_best="loss")
     parts: dict[str, Any] = {"model": Linear(), "batches": toy_batch, "evaluation": toy_batch(9)}
     train(config, **parts)
     result = train(replace(config, steps=8, resume=True), **parts)
     assert repr(result).splitlines()[0].startswith("run done: 8 steps, 5 of them in ")
-    assert re.search(r"best \S+ % at step [68] of this launch\n", repr(result))
+    assert re.search(r"evaluation  loss \S+, best \S+ at step [68] of this launch\n", repr(result))
+    assert re.search(r"evaluation  loss \S+, best \S+ at step 8\n", repr(open_run(tmp_path / "run")))
     assert str(tmp_path / "run") in repr(result)
     assert len(repr(result)) < 1000
     assert "<script" not in result._repr_html_()
@@ -232,7 +235,7 @@ def test_a_result_is_a_short_card_and_has_the_history_of_all_launches(tmp_path):
     assert history.evaluated["step"].tolist() == [3, 6, 8]
     assert history.evaluated["top1"][-1] == result.evaluations[-1].top1
     assert (history.learning_rate > 0).all()
-    plain = train(replace(config, run_dir=None), **parts)
+    plain = train(replace(config, run_dir=None, keep_best=None), **parts)
     np.testing.assert_array_equal(plain.history.loss, plain.losses)
 
 

@@ -119,7 +119,7 @@ def test_evaluations_are_those_of_the_log(page, run):
     assert [row[0] for row in table(section(page, "evaluations"), "Evaluations")] == ["step", "4", "8", "12"]
     best = max(log, key=lambda line: line["top1"])
     tiles = {each.one("dt").text: each.one("dd").text for each in section(page, "results").one("dl").all("div")}
-    assert tiles["best top-1"] == f"{100 * best['top1']:.2f} % (step {best['step']})"
+    assert tiles["best evaluation"] == f"top-1 {100 * best['top1']:.2f} % (step {best['step']})"
     assert tiles["step"] == "12 / 12"
     assert "Run done after 12 steps." in section(page, "results").text
 

@@ -48,8 +48,9 @@ States:
 def main(folder: str, as_json: bool, storage_option: tuple[str, ...]) -> None:
     """List the runs in the folder DIR ("runs" by default) and below, the one that changed last at the end.
 
-    Shows the state of each run, its step, last loss, best and last top-1 accuracy and speed, how long it has trained,
-    when it changed last, and the settings in which the listed runs differ. The speed is the median of 64 steps. On a
+    Shows the state of each run, its step, last loss, best and last evaluation and speed, how long it has trained, when
+    it changed last, and the settings in which the listed runs differ. Evaluations are compared by the --keep-best of
+    each run, else by top-1, else by the loss. The speed is the median of 64 steps. On a
     terminal, columns that do not fit are left out. Of runs that are done and differ in their seed alone, a line
     below gives the mean and the sample standard deviation.
 

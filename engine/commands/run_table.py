@@ -11,6 +11,8 @@ from typing import Any
 
 from loopfeed.engine.commands.run_names import shorten_names, without_middle
 from loopfeed.engine.config import COMPILATION, DATA, INFEED, MONITORING, OUTPUT, SETTINGS
+from loopfeed.engine.objective.best_metric import parse_metric
+from loopfeed.engine.records.evaluation_log import value_text
 from loopfeed.engine.records.run_summary import RunSummary
 from loopfeed.engine.settings import Owner
 from loopfeed.preprocess.printable import printable_line
@@ -125,12 +127,15 @@ def _columns(runs: Sequence[RunSummary], now_s: float) -> list[_Column]:
         rank = dict(zip(by_importance, _SETTING_RANKS, strict=False)).get(name, _LEAST_RANK + by_importance.index(name))
         texts = [_setting_text(setting_of(run, name)) if run.settings else "-" for run in runs]
         settings.append(_Column(name, texts, rank=rank))
+    # A metric that all runs have is in the titles, else each cell names its own.
+    metrics = {run.best_metric for run in runs if run.best_metric is not None}
+    of_metric = f" {parse_metric(*metrics).title}" if len(metrics) == 1 else ""
     found = [
         column("state", 1, lambda run: run.state, is_number=False),
         column("step", 2, _step_text),
         column("loss", 3, lambda run: "-" if run.loss is None else f"{run.loss:.4f}"),
-        column("best top-1", 4, lambda run: _percent_text(run.best_top1)),
-        column("last top-1", 4.5, lambda run: _percent_text(run.last_top1)),
+        column(f"best{of_metric}", 4, lambda run: _number_text(run, run.best_value, is_named=not of_metric)),
+        column(f"last{of_metric}", 4.5, lambda run: _number_text(run, run.last_value, is_named=not of_metric)),
         column("images/s", _SPEED_RANK, lambda run: "-" if run.images_per_s is None else f"{run.images_per_s:,.0f}"),
         column(
             "duration", _DURATION_RANK, lambda run: "-" if run.duration_s is None else duration_text(run.duration_s)
@@ -148,12 +153,12 @@ def _step_text(run: RunSummary) -> str:
     return f"{run.step or 0}" + ("" if run.steps is None else f"/{run.steps}")
 
 
-def _duration_text(duration_s: float | None) -> str:
-    return "-" if duration_s is None else duration_text(duration_s)
-
-
-def _percent_text(fraction: float | None) -> str:
-    return "-" if fraction is None else f"{100 * fraction:.2f} %"
+def _number_text(run: RunSummary, value: float | None, *, is_named: bool) -> str:
+    """Return a number of the metric by which a run compares its evaluations."""
+    if value is None or run.best_metric is None:
+        return "-"
+    metric = parse_metric(run.best_metric)
+    return f"{metric.title} {value_text(metric, value)}" if is_named else value_text(metric, value)
 
 
 def _age_text(changed_s: float | None, now_s: float) -> str:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from loopfeed.engine.commands.run_table import comparable_setting, setting_of
 from loopfeed.engine.config import SETTINGS
+from loopfeed.engine.objective.best_metric import parse_metric
 from loopfeed.engine.records.run_summary import RunSummary
 from loopfeed.engine.settings import Owner
 
@@ -27,20 +28,23 @@ class SeedGroup(NamedTuple):
 
     Attributes:
         members: their indices among all runs.
-        spreads: by name, of the numbers that all of them have: best_top1, last_top1, loss, duration_s.
+        spreads: by name, of the numbers that all of them have: best_value, last_value, loss, duration_s.
+        metric: what says which evaluation is best, None without evaluations.
     """
 
     members: tuple[int, ...]
     spreads: dict[str, Spread]
+    metric: str | None
 
     def to_json(self) -> dict[str, Any]:
         """Return the group as JSON values."""
-        return {"num_runs": len(self.members)} | {name: spread._asdict() for name, spread in self.spreads.items()}
+        found: dict[str, Any] = {"num_runs": len(self.members), "best_metric": self.metric}
+        return found | {name: spread._asdict() for name, spread in self.spreads.items()}
 
 
 _NUMBERS: dict[str, Callable[[RunSummary], float | None]] = {
-    "best_top1": lambda run: run.best_top1,
-    "last_top1": lambda run: run.last_top1,
+    "best_value": lambda run: run.best_value,
+    "last_value": lambda run: run.last_value,
     "loss": lambda run: run.loss,
     "duration_s": lambda run: run.duration_s,
 }
@@ -54,13 +58,13 @@ def group_by_seed(runs: Sequence[RunSummary]) -> list[SeedGroup]:
     for index, run in enumerate(runs):
         if run.state == "done" and run.settings:
             key = tuple(comparable_setting(setting_of(run, name)) for name in [*names, *unknown])
-            found.setdefault((*key, str(run.resolved.get("user_parts"))), []).append(index)
+            found.setdefault((*key, str(run.resolved.get("user_parts")), run.best_metric), []).append(index)
     groups = []
     for members in found.values():
         seeds = {comparable_setting(setting_of(runs[index], _SEED)) for index in members}
         if len(seeds) == len(members) > 1:
             spreads = _spreads([runs[index] for index in members])
-            groups += [SeedGroup(tuple(members), spreads)] if spreads else []
+            groups += [SeedGroup(tuple(members), spreads, runs[members[0]].best_metric)] if spreads else []
     return groups
 
 
@@ -75,12 +79,15 @@ def _spreads(runs: Sequence[RunSummary]) -> dict[str, Spread]:
 
 def group_line(group: SeedGroup, names: Sequence[str]) -> str:
     """Return a line such as `3 seeds (a, b, c): best top-1 73.60 ± 0.96 %, last top-1 …, loss 0.9121 ± 0.0042`."""
-    spreads = group.spreads
-    parts = [
-        f"{title} {100 * spreads[name].mean:.2f} ± {100 * spreads[name].std:.2f} %"
-        for name, title in (("best_top1", "best top-1"), ("last_top1", "last top-1"))
-        if name in spreads
-    ]
-    if "loss" in spreads:
-        parts.append(f"loss {spreads['loss'].mean:.4f} ± {spreads['loss'].std:.4f}")
+    loss = parse_metric("loss")
+    metric, parts = loss if group.metric is None else parse_metric(group.metric), []
+    for name, each, title in (
+        ("best_value", metric, f"best {metric.title}"),
+        ("last_value", metric, f"last {metric.title}"),
+        ("loss", loss, "loss"),
+    ):
+        if name in group.spreads:
+            mean, std = group.spreads[name]
+            text = f"{100 * mean:.2f} ± {100 * std:.2f} %" if each.is_accuracy else f"{mean:.4f} ± {std:.4f}"
+            parts.append(f"{title} {text}")
     return f"{len(group.members)} seeds ({', '.join(names[index] for index in group.members)}): {', '.join(parts)}"

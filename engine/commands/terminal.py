@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from loopfeed.engine.records.evaluation_log import best_until, better_of, compared_by, value_of
+from loopfeed.engine.records.evaluation_log import best_until, best_words, better_of
 from loopfeed.engine.stream.sinks import (
     EvaluationProgress,
     EvaluationRecord,
@@ -15,7 +15,6 @@ from loopfeed.engine.stream.sinks import (
     epoch_field,
     evaluation_words,
 )
-from loopfeed.preprocess.printable import printable_line
 from loopfeed.preprocess.quantities import quantity
 
 if TYPE_CHECKING:
@@ -141,7 +140,8 @@ class ProgressSink:
         facts: list[str] = []
         at = recent[-1].step
         epoch = f"  {epoch_field(self._epoch_at, at, self._steps)}" if self._epoch_at is not None else ""
-        for fact in filter(None, (epoch, self._best_text(), *speeds)):
+        best = "" if self._best is None else f"  {best_words(self._best, self._compared, is_brief=True)}"
+        for fact in filter(None, (epoch, best, *speeds)):
             left -= len(fact)
             if left < 0:
                 left += len(fact)
@@ -150,15 +150,6 @@ class ProgressSink:
         num_bars = min(_NUM_BARS, left - 1)
         history = f" {sparkline(self._history.means, num_bars)}" if num_bars >= _FEWEST_BARS else ""
         return Text.assemble("loss ", (number, "bold"), history, *facts)
-
-    def _best_text(self) -> str:
-        if self._best is None:
-            return ""
-        metric = compared_by([self._best], self._compared)
-        value = value_of(metric, self._best)
-        if metric.name in ("top1", "top5"):
-            return f"  best {'top-5 ' * (metric.name == 'top5')}{100 * value:.2f} %"
-        return f"  best {printable_line(metric.name)} {value:.4f}"
 
 
 class LossHistory:

@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from loopfeed.engine.records.evaluation_log import best_until, better_of, compared_by, value_of
+from loopfeed.engine.records.evaluation_log import best_until, best_words, better_of, compared_by, value_of
 from loopfeed.engine.stream.sinks import EvaluationRecord, LossRecord, RunDescription
 from loopfeed.preprocess.printable import printable
 from loopfeed.preprocess.system_errors import error_text
@@ -123,10 +123,8 @@ class EventCommand:
 
     def _describe_best(self, record: EvaluationRecord) -> tuple[str, dict[str, Any]]:
         """Return words for the best evaluation, and the values that the command gets of it."""
-        metric = compared_by([record], self._compared)
-        value = value_of(metric, record)
-        shown = f"{100 * value:.2f} %" if metric.name in ("top1", "top5") else f"{value:.6g}"
-        return f"best {metric.name} {shown} at step {record.step}", {"metric": metric.name, "value": value}
+        metric, words = compared_by([record], self._compared), best_words(record, self._compared)
+        return f"{words} at step {record.step}", {"metric": metric.name, "value": value_of(metric, record)}
 
     def _work(self) -> None:
         while (event := self._events.get()) is not None:

@@ -14,6 +14,21 @@ class BestMetric(NamedTuple):
     is_larger_better: bool
 
     @property
+    def text(self) -> str:
+        """The text that `parse_metric` takes for it."""
+        return f"{self.name}:{'max' if self.is_larger_better else 'min'}" if self.is_own else self.name
+
+    @property
+    def title(self) -> str:
+        """What people are shown of its name."""
+        return {"top1": "top-1", "top5": "top-5"}.get(self.name, self.name)
+
+    @property
+    def is_accuracy(self) -> bool:
+        """Whether it is a fraction of the images, shown in percent."""
+        return self.name in ("top1", "top5")
+
+    @property
     def is_own(self) -> bool:
         """Whether it is a user-defined metric."""
         return self.name not in _READY_MADE

@@ -1,12 +1,12 @@
-"""Reads `RUN/eval.jsonl` while it grows, and finds the best evaluation in it.
+"""Reads `RUN/eval.jsonl` while it grows, finds the best evaluation in it, and words it.
 
-Owns what counts as a readable evaluation. Must not know: settings,
+Owns what counts as a readable evaluation, and as the best. Must not know: settings,
 terminals, jax, how an evaluation is computed or a snapshot written.
 """
 
 import json
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -14,7 +14,7 @@ from typing import Any, TypeGuard
 from loopfeed.engine.objective.best_metric import BestMetric, parse_metric
 from loopfeed.engine.records.limits import LONGEST_LINE_BYTES
 from loopfeed.engine.records.loss_log import EVALUATION_LOG_NAME, GrowingLog
-from loopfeed.engine.stream.sinks import EvaluationRecord
+from loopfeed.engine.stream.sinks import EvaluationRecord, loss_number
 
 _MAX_COUNT = 2**53  # above it a float64 is no longer exact
 
@@ -95,6 +95,36 @@ def compared_by(evaluations: Collection[EvaluationRecord], given: str | None) ->
     if given is None and evaluations and all(math.isnan(each.top1) for each in evaluations):
         return BestMetric("loss", False)
     return parse_metric(given or "top1")
+
+
+def value_text(metric: BestMetric, value: float) -> str:
+    """Return a number of a metric as people are shown it: an accuracy in percent, a dash for NaN."""
+    if math.isnan(value):
+        return "–"
+    return f"{100 * value:.2f} %" if metric.is_accuracy else loss_number(value)
+
+
+def best_words(record: EvaluationRecord, given: str | None, *, is_brief: bool = False) -> str:
+    """Return the best evaluation in words, such as "best top-1 97.50 %".
+
+    Args:
+        record: the best evaluation.
+        given: the setting `keep_best`.
+        is_brief: whether to leave out "top-1", which is what a best in percent is unless it says otherwise.
+    """
+    metric = compared_by([record], given)
+    title = "" if is_brief and metric.name == "top1" else f"{metric.title} "
+    return f"best {title}{value_text(metric, value_of(metric, record))}"
+
+
+def describe_evaluations(evaluations: Sequence[EvaluationRecord], given: str | None) -> str:
+    """Return the last evaluation and the best in words; there must be one, and `given` is the setting `keep_best`."""
+    last, metric = evaluations[-1], compared_by(evaluations, given)
+    best = best_evaluation(evaluations, metric)
+    if best is None:
+        return f"loss {last.loss:z.4f} at step {last.step:,}"
+    numbers = [value_text(metric, value_of(metric, each)) for each in (last, best)]
+    return f"{metric.title} {numbers[0]}, best {numbers[1]} at step {best.step:,}"
 
 
 def best_evaluation(evaluations: Iterable[EvaluationRecord], metric: BestMetric) -> EvaluationRecord | None:

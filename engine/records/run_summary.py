@@ -5,6 +5,7 @@ Reads little, whatever the length of the run. Must not know: terminals, tables, 
 
 import json
 import math
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any, Literal
 
 from loopfeed.engine.objective.best_metric import parse_metric
 from loopfeed.engine.records.digests import SEAL, is_as_sealed
-from loopfeed.engine.records.evaluation_log import EvaluationLog, best_evaluation
+from loopfeed.engine.records.evaluation_log import EvaluationLog, best_evaluation, compared_by, value_of
 from loopfeed.engine.records.folder_lock import is_locked, was_killed
 from loopfeed.engine.records.limits import MOST_JSON_BYTES
 from loopfeed.engine.records.loss_log import NO_ROWS, read_last_rows, read_run_end
@@ -43,8 +44,9 @@ class RunSummary:
         step, steps: updates done, and updates of the whole run.
         loss: the last loss; None also if it is NaN or infinite.
         images_per_s: the median of the newest steps.
-        best_top1: the best top-1 accuracy of all evaluations, a fraction.
-        best_step: the step of that evaluation.
+        best_metric: what says which evaluation is best: the recorded `keep_best`, else top1, else loss.
+        best_value, best_step: this number of the best evaluation, and its step.
+        last_value: this number of the newest evaluation.
         evaluation: the newest evaluation.
         duration_s: seconds that its launches have lasted together, compilation included.
         changed_s: when a file of the run last changed, in seconds since the Unix epoch.
@@ -61,8 +63,10 @@ class RunSummary:
     steps: int | None = None
     loss: float | None = None
     images_per_s: float | None = None
-    best_top1: float | None = None
+    best_metric: str | None = None
+    best_value: float | None = None
     best_step: int | None = None
+    last_value: float | None = None
     evaluation: EvaluationRecord | None = None
     duration_s: float | None = None
     changed_s: float | None = None
@@ -70,9 +74,12 @@ class RunSummary:
     runtime: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def last_top1(self) -> float | None:
-        """The top-1 accuracy of the newest evaluation, a fraction."""
-        return None if self.evaluation is None or math.isnan(self.evaluation.top1) else self.evaluation.top1
+    def keep_best(self) -> str | None:
+        """The recorded setting, None if it is not a metric."""
+        with suppress(ValueError):
+            if isinstance(found := self.settings.get("keep_best"), str):
+                return parse_metric(found).text
+        return None
 
     def to_json(self) -> dict[str, Any]:
         """Return everything as JSON values."""
@@ -125,10 +132,9 @@ def _summarise(folder: Path, now_s: float, name: str, changed_s: float | None) -
         is_ours = (folder / LOSS_LOG).exists() or (folder / RESULT).exists() or recorded
         state = "damaged" if is_ours else "foreign"
     settings, resolved = (_object(recorded.get(key)) for key in ("config", "resolved"))
-    best = best_evaluation(evaluations, parse_metric("top1"))
     runtime = _read_object(folder / RUNTIME)
     steps, speeds = settings.get("steps"), sorted(each for each in rows.images_per_s.tolist() if math.isfinite(each))
-    return RunSummary(
+    found = RunSummary(
         run=name,
         state=state,
         fault=fault,
@@ -138,14 +144,28 @@ def _summarise(folder: Path, now_s: float, name: str, changed_s: float | None) -
         steps=steps if type(steps) is int else None,
         loss=float(rows.loss[-1]) if len(rows) and math.isfinite(rows.loss[-1]) else None,
         images_per_s=speeds[len(speeds) // 2] if speeds else None,
-        best_top1=None if best is None else best.top1,
-        best_step=None if best is None else best.step,
         evaluation=evaluations[-1] if evaluations else None,
         duration_s=_duration_s(runtime),
         changed_s=changed_s,
         result={} if end is None else _read_object(folder / RESULT),
         runtime=_runtime_in_short(runtime),
     )
+    return replace(found, **_best_of(evaluations, found.keep_best))
+
+
+def _best_of(evaluations: Sequence[EvaluationRecord], keep_best: str | None) -> dict[str, Any]:
+    """Return what a summary says of the best evaluation and the newest."""
+    metric = compared_by(evaluations, keep_best)
+    best = best_evaluation(evaluations, metric)
+    if best is None:
+        return {}
+    last = value_of(metric, evaluations[-1])
+    return {
+        "best_metric": metric.text,
+        "best_value": value_of(metric, best),
+        "best_step": best.step,
+        "last_value": None if math.isnan(last) else last,
+    }
 
 
 def _state_without_end(folder: Path, step: int | None, changed_s: float | None, now_s: float) -> RunState:

@@ -20,12 +20,14 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from loopfeed.engine.charts import number_text
-from loopfeed.engine.charts.number_text import duration, number, percent
+from loopfeed.engine.charts.number_text import duration, number
 from loopfeed.engine.config import SETTINGS, describe_value
+from loopfeed.engine.objective.best_metric import parse_metric
 from loopfeed.engine.objective.losses import Loss
 from loopfeed.engine.objective.metrics import Metric, PerExample
 from loopfeed.engine.owners import OF_AN_EVALUATION, STORAGE, recorded_settings
 from loopfeed.engine.program.train_state import TrainModel
+from loopfeed.engine.records.evaluation_log import value_text
 from loopfeed.engine.records.machine import version_of
 from loopfeed.engine.records.recorded_run import RecordedRun
 from loopfeed.engine.records.stored.reading import local_copy, naming_in, with_weights
@@ -149,9 +151,12 @@ def results(run: RunOnPage) -> dict[str, str]:
             "images/s, median": number(float(np.median(speeds))) if len(speeds) else "–",
             "wall time": duration(wall_s),
         }
-    best = None if isinstance(evaluations, Absent) else evaluations.best
+    best = "–"
+    if summary.best_metric is not None and summary.best_value is not None:
+        metric = parse_metric(summary.best_metric)
+        best = f"{metric.title} {value_text(metric, summary.best_value)} (step {summary.best_step:,})"
     return found | {
-        "best top-1": "–" if best is None else f"{percent(best.top1)} (step {best.step:,})",
+        "best evaluation": best,
         "last evaluation loss": "–" if isinstance(evaluations, Absent) else number(evaluations.records[-1].loss),
     }
 

@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from loopfeed.engine.control.request import ControlEvent
-from loopfeed.engine.objective.best_metric import parse_metric
 from loopfeed.engine.profile.formats import COLUMNS
 from loopfeed.engine.records.control_log import CONTROL_LOG_NAME, read_events
-from loopfeed.engine.records.evaluation_log import EvaluationLog, best_evaluation
+from loopfeed.engine.records.evaluation_log import EvaluationLog
 from loopfeed.engine.records.loss_log import RunEnd
 from loopfeed.engine.records.machine import Topology
 from loopfeed.engine.records.recorded_run import RecordedRun, read_recorded
@@ -88,11 +87,6 @@ class Evaluations:
 
     records: tuple[EvaluationRecord, ...]  # all, or of very many every n-th, the best and the last
     every: int  # n, 1 if none is left out
-
-    @property
-    def best(self) -> EvaluationRecord | None:
-        """The evaluation with the best top-1 accuracy, None if none has one."""
-        return best_evaluation(self.records, parse_metric("top1"))
 
 
 @dataclass(frozen=True)
@@ -199,13 +193,14 @@ def read_run(index: int, folder: Path, path: str, most_points: int) -> RunOnPage
     """
     if not (folder / LOSS_LOG).is_file():  # which has a page without the settings too
         check_folder(folder, path)
+    summary = summarise_run(folder, time.time(), path)
     return RunOnPage(
         index=index,
         path=path,
-        summary=summarise_run(folder, time.time(), path),
+        summary=summary,
         recorded=_or_absent(lambda: read_recorded(folder)),
         curves=read_curves(folder, most_points),
-        evaluations=_read_evaluations(folder, most_points),
+        evaluations=_read_evaluations(folder, most_points, summary.best_step),
         events=_or_absent(lambda: read_events(folder / CONTROL_LOG_NAME)),
         runtime=_or_absent(lambda: read_runtime(folder) or _NO_RUNTIME),
         profile=read_profile(folder),
@@ -221,7 +216,7 @@ def _or_absent[T](read: Callable[[], T]) -> T | Absent:
         return Absent(str(error))
 
 
-def _read_evaluations(folder: Path, most: int) -> Evaluations | Absent:
+def _read_evaluations(folder: Path, most: int, best_step: int | None) -> Evaluations | Absent:
     """Return at most `most` + 2 of the evaluations, evenly spaced, always with the last and the best."""
     try:
         # A later line replaces an earlier one of the same step.
@@ -232,6 +227,5 @@ def _read_evaluations(folder: Path, most: int) -> Evaluations | Absent:
         return Absent("the run has not been evaluated yet, or had no images to be evaluated on")
     steps = sorted(by_step)
     every = -(-len(steps) // most)
-    best = best_evaluation(by_step.values(), parse_metric("top1"))
-    kept = {*steps[::every], steps[-1]} | (set() if best is None else {best.step})
+    kept = {*steps[::every], steps[-1], *(step for step in steps if step == best_step)}
     return Evaluations(tuple(by_step[step] for step in sorted(kept)), every)

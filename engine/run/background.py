@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 from loopfeed.engine.charts.card import html_card, text_card
 from loopfeed.engine.control.board import END_OF_PROCESS, ControlBoard
 from loopfeed.engine.python_calls import for_python
+from loopfeed.engine.records.evaluation_log import describe_evaluations
 from loopfeed.engine.run.notebook import notebook_shell
-from loopfeed.engine.run.result import TrainResult, describe_evaluations, described_losses
+from loopfeed.engine.run.result import TrainResult, described_losses
 from loopfeed.engine.run.run import Run
 from loopfeed.engine.stream.loss_stream import LossStream
 from loopfeed.engine.stream.sinks import EvaluationRecord
@@ -47,6 +48,7 @@ class BackgroundRun:
     def __init__(self, board: ControlBoard, train: Callable[[Callable[[Run | None], None]], TrainResult]) -> None:
         self._board = board
         self._stream: LossStream | None = None
+        self._keep_best: str | None = None
         self._kept: tuple[NDArray[np.float32], tuple[EvaluationRecord, ...]] = (np.zeros(0, np.float32), ())
         self._worker = Worker(partial(train, self._note), _THREAD)
         _started().add(self)
@@ -125,7 +127,7 @@ class BackgroundRun:
         if len(losses):
             facts.append(("loss", described_losses(losses)))
         if evaluations:
-            facts.append(("evaluation", describe_evaluations(evaluations)))
+            facts.append(("evaluation", describe_evaluations(evaluations, self._keep_best)))
         if isinstance(self._worker.failure, Exception):
             facts.append(("error", f"{type(self._worker.failure).__name__}: {error_text(self._worker.failure)}"))
         return f"background run: {status}", facts
@@ -135,6 +137,8 @@ class BackgroundRun:
         if run is None and self._stream is not None:
             self._kept = self._stream.losses, tuple(self._stream.evaluations)
         self._stream = None if run is None else run.stream
+        if run is not None:
+            self._keep_best = run.config.keep_best
 
     def _end(self, reason: str) -> bool:
         """Stop the run; return whether it has ended in time."""

@@ -23,7 +23,8 @@ from loopfeed.engine.charts.figure import Figure
 from loopfeed.engine.charts.loss_charts import charts_of
 from loopfeed.engine.python_calls import in_python_words
 from loopfeed.engine.records.binned_log import BinnedLog
-from loopfeed.engine.run.result import TrainResult, describe_evaluations
+from loopfeed.engine.records.evaluation_log import describe_evaluations
+from loopfeed.engine.run.result import TrainResult
 from loopfeed.engine.stream.sinks import EvaluationProgress, EvaluationRecord, LossRecord, RunDescription, epoch_field
 from loopfeed.preprocess.printable import printable_line
 from loopfeed.preprocess.quantities import duration_text, quantity
@@ -78,6 +79,7 @@ class NotebookDisplay:
         self._publish, self._drawn_s, self._is_shown = publish, -math.inf, False
         self._title, self._step, self._steps, self._first_step = "starting", 0, 0, 0
         self._epoch_at: Callable[[int], float] | None = None
+        self._keep_best: str | None = None
         self._guard = threading.Lock()  # messages come from other threads than records
         self._bins, self._added = BinnedLog(_NUM_BINS), deque[LossRecord]()
         self._recent: deque[LossRecord] = deque(maxlen=_SMOOTHED_STEPS)
@@ -93,9 +95,9 @@ class NotebookDisplay:
         self._draw_in_time()
 
     def describe_run(self, description: RunDescription) -> None:
-        """Take the number of steps of the run, and what counts its epochs."""
+        """Take the number of steps of the run, what counts its epochs, and which evaluation is best."""
         self._steps, self._step = int(description.settings["steps"] or 0), description.step
-        self._epoch_at = description.epoch_at
+        self._epoch_at, self._keep_best = description.epoch_at, description.settings.get("keep_best")
         self._title = "compiling the program"
         self._draw()
 
@@ -183,7 +185,7 @@ class NotebookDisplay:
             batches = quantity(evaluating.num_batches, "batch")
             facts.append(("evaluating", f"{evaluating.batch:,} of {batches}"))
         if self._evaluations:
-            facts.append(("evaluation", describe_evaluations(self._evaluations)))
+            facts.append(("evaluation", describe_evaluations(self._evaluations, self._keep_best)))
         return facts
 
     def _left(self) -> str:

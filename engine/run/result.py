@@ -1,6 +1,6 @@
 """The result of a run, and what describes its weights."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from loopfeed.engine.charts.card import html_card, text_card
 from loopfeed.engine.charts.figure import Figure
 from loopfeed.engine.charts.history import History, history_in_memory, read_history
-from loopfeed.engine.charts.number_text import percent
 from loopfeed.engine.compilation.ahead_of_time import Compiled
 from loopfeed.engine.feed.batches import image_shape
 from loopfeed.engine.owners import storage_options_of
@@ -19,7 +18,7 @@ from loopfeed.engine.processes import this_process
 from loopfeed.engine.profile.table import Profile
 from loopfeed.engine.program.train_state import TrainState
 from loopfeed.engine.python_calls import in_python_words
-from loopfeed.engine.records.evaluation_log import best_evaluation, compared_by
+from loopfeed.engine.records.evaluation_log import describe_evaluations
 from loopfeed.engine.records.loss_log import COMPLETE_ENDS, end_words
 from loopfeed.engine.records.stored.reading import local_copy, logs_only
 from loopfeed.engine.records.weights_metadata import describe_weights, without_classes
@@ -70,6 +69,7 @@ class TrainResult:
     snapshot_step: int | None = None
     profile: Profile | None = None
     _storage_options: Mapping[str, str] | None = None
+    _keep_best: str | None = None
 
     @property
     def is_complete(self) -> bool:
@@ -110,7 +110,7 @@ class TrainResult:
         facts = [] if not len(self.losses) else [("loss", described_losses(self.losses))]
         if self.evaluations:
             launch = " of this launch" * (len(self.losses) != self.steps_done)
-            facts.append(("evaluation", f"{describe_evaluations(self.evaluations)}{launch}"))
+            facts.append(("evaluation", f"{describe_evaluations(self.evaluations, self._keep_best)}{launch}"))
         if self.num_skipped:
             facts.append(("skipped", f"{quantity(self.num_skipped, 'update')} that would have been NaN or infinite"))
         facts.append(("parameters", f"{self.num_params:,}"))
@@ -128,17 +128,6 @@ def described_losses(losses: NDArray[np.float32]) -> str:
     """Return the last of some losses and the mean of the last hundred, as text; there must be one."""
     last = losses[-min(100, len(losses)) :]
     return f"{losses[-1]:z.4f} (mean of the last {len(last)}: {last.mean():z.4f})"
-
-
-def describe_evaluations(evaluations: Sequence[EvaluationRecord]) -> str:
-    """Return the last evaluation and the best, as text; there must be one."""
-    last, metric = evaluations[-1], compared_by(evaluations, None)
-    best = best_evaluation(evaluations, metric)
-    if best is None:
-        return f"loss {last.loss:z.4f} at step {last.step:,}"
-    if metric.name == "loss":
-        return f"loss {last.loss:z.4f}, best {best.loss:z.4f} at step {best.step:,}"
-    return f"top-1 {percent(last.top1)}, best {percent(best.top1)} at step {best.step:,}"
 
 
 # The names of 20,000 classes take about 1 MB.
@@ -181,6 +170,7 @@ def result_of(
         runtime=runtime,
         profile=run.profiling.profile,
         _storage_options=storage_options_of(run.config),
+        _keep_best=run.config.keep_best,
     )
 
 
