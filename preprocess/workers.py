@@ -2,16 +2,23 @@
 
 They are daemons because work may hang, in a file system, a terminal or a library, and must not keep the process from
 exiting. A wait for a worker takes a limit and handles signals soon; the futures of a pool are waited for as usual.
+
+A thread that has ended its work waits for more of the same name. A C library gives each thread a heap of its own, and a
+new thread any of these: in a process that trains again and again on new threads, every heap grows to what one needs.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
+import os
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from contextlib import suppress
+from contextvars import Context
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
@@ -19,32 +26,35 @@ if TYPE_CHECKING:
 
 # Python may notice a signal that arrives as a wait begins only when that wait ends.
 _LOOK_EVERY_S = 0.1
+# Of a run on 64 cores: a thread for each core to read, to copy and to decode, and some twenty others.
+_MOST_SPARE_THREADS = 256
+SPARE = "spare "
+"""What precedes the name of a thread that waits for work."""
 
 
 class Worker[T]:
-    """One call of a function, on a thread of its own.
+    """One call of a function, on a thread that meanwhile does nothing else.
 
     Args:
         work: the function.
         name: of the thread, as in the reports of stalls.
-        spares: threads of which one makes the call, instead of a new one.
 
     Attributes:
         failure: what the function raised, None if it did not.
     """
 
-    def __init__(self, work: Callable[[], T], name: str, spares: SpareThreads | None = None) -> None:
+    def __init__(self, work: Callable[[], T], name: str) -> None:
         self.failure: BaseException | None = None
         self._results: list[T] = []
         self._is_attended = True
         self._has_ended = threading.Event()
-        self._name, self._spares = name, spares
+        self._name = name
         self._thread: threading.Thread | None = None
         # Only the thread refers to `work` once it has started: it may refer to what owns this object.
         self._run_once: Callable[[], None] | None = partial(self._run, work)
 
     def start(self, *, is_attended: bool = True) -> Self:
-        """Start the thread; call this once.
+        """Have a thread make the call; call this once.
 
         Args:
             is_attended: whether `check` or `result` will be called; if not, Python reports what the function raises.
@@ -56,20 +66,15 @@ class Worker[T]:
         run, self._run_once = self._run_once, None
         assert run is not None, "a worker starts once"
         try:
-            if self._spares is None:
-                self._thread = threading.Thread(target=run, name=self._name, daemon=True)
-                self._thread.start()
-            else:
-                self._thread = self._spares.start(run, self._name)
+            self._thread = _spare_threads().start(run, self._name)
         except RuntimeError:
-            self._run_once, self._thread = run, None
+            self._run_once = run
             raise
         return self
 
     @property
     def is_at_work(self) -> bool:
-        """Whether the thread has started and not ended; false in a forked process, which has no such thread."""
-        # Not `Thread.is_alive`, which Python 3.12 takes for false after an interrupted `join` (its issue 45274).
+        """Whether the call has been started and not ended; false in a forked process, which has no such thread."""
         return not self._has_ended.is_set() and self._thread in threading.enumerate()
 
     def wait(self, limit_s: float = math.inf) -> bool:
@@ -82,8 +87,6 @@ class Worker[T]:
             if left_s <= 0:
                 return False
             self._has_ended.wait(min(left_s, _LOOK_EVERY_S))
-        if self._has_ended.is_set() and self._spares is None and self._thread is not None:
-            self._thread.join(_LOOK_EVERY_S)  # some microseconds, after which the thread is really gone
         return True
 
     def check(self) -> None:
@@ -104,76 +107,90 @@ class Worker[T]:
         return self._results[0]
 
     def _run(self, work: Callable[[], T]) -> None:
-        self._thread = threading.current_thread()
+        thread = threading.current_thread()
+        assert isinstance(thread, _SpareThread)
+        self._thread = thread
         try:
             self._results.append(work())
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - raised by whoever waits, or reported
             self.failure = error
             if not self._is_attended:
-                raise
+                with suppress(BaseException):
+                    report = type(error), error, error.__traceback__, thread
+                    threading.excepthook(threading.ExceptHookArgs(report))
         finally:
-            if self._spares is not None:
-                self._spares.give_back()
+            # Before anyone learns of its end, so that the next call of this name is made by this thread.
+            _spare_threads().give_back(thread)
             self._has_ended.set()
 
 
-class SpareThreads:
-    """Threads that outlive the calls they make: each then waits for the next call, so that the same one makes it.
+class _SpareThreads:
+    """Threads that wait for a call. No lock: a signal's handler may start a worker while another is being started."""
 
-    A C library gives each thread a heap of its own, and a new thread any of these: calls that need much memory for a
-    moment, one after another on new threads, would let every heap grow to what one of them needs.
-
-    Args:
-        name: of threads that wait.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._guard = threading.Lock()
-        self._idle: list[_Spare] = []  # guarded by _guard
-        self._num_started = 0  # as is this
+    def __init__(self) -> None:
+        self._waiting: list[_SpareThread] = []
 
     def start(self, run: Callable[[], None], name: str) -> threading.Thread:
-        """Have the oldest thread that waits, or a new one, make a call that ends with `give_back`; return the thread.
+        """Have a thread that made calls of this name, or a new one, make one that ends with `give_back`; return it.
 
         Raises:
             RuntimeError: the system refuses to start another thread.
         """
-        with self._guard:
-            threads = threading.enumerate()
-            # A forked process has none of the threads.
-            self._idle = [each for each in self._idle if each in threads]
-            if self._idle:
-                thread = min(self._idle, key=lambda each: each.number)
-                self._idle.remove(thread)
-            else:
-                thread = _Spare(self._num_started)
-                thread.start()
-                self._num_started += 1
-            thread.name = name
-            thread.calls.put(run)
+        thread = self._take(name)
+        if thread is None:
+            thread = _SpareThread(name)
+            thread.start()
+        thread.name = name
+        thread.calls.put(run)
         return thread
 
-    def give_back(self) -> None:
-        """Let the current thread, which has made its call, wait for another; called before anyone learns of its end."""
-        thread = threading.current_thread()
-        assert isinstance(thread, _Spare)
-        with self._guard:
-            thread.name = self._name
-            self._idle.append(thread)
+    def _take(self, name: str) -> _SpareThread | None:
+        for each in [each for each in self._waiting if each.kind == name]:
+            with suppress(ValueError):  # another call took it
+                self._waiting.remove(each)
+                return each
+        return None
+
+    def give_back(self, thread: _SpareThread) -> None:
+        """Let a thread, which has made its call, wait for another, or end where too many wait."""
+        thread.name = f"{SPARE}{thread.kind}"
+        if len(self._waiting) < _MOST_SPARE_THREADS:
+            self._waiting.append(thread)
+        else:
+            thread.calls.put(None)
 
 
-class _Spare(threading.Thread):
-    def __init__(self, number: int) -> None:
+@cache
+def _spare_threads() -> _SpareThreads:
+    return _SpareThreads()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_spare_threads.cache_clear)  # a forked process has none of the threads
+
+
+class _SpareThread(threading.Thread):
+    def __init__(self, kind: str) -> None:
         super().__init__(daemon=True)
-        self.number = number
-        self.calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self.kind = kind
+        self.calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
 
     def run(self) -> None:
-        while True:
-            call = self.calls.get()
-            call()
+        while (call := self.calls.get()) is not None:
+            # As on a new thread: with neither the context variables nor the `threading.local` values of earlier calls,
+            # which may be a user's open files.
+            Context().run(call)
             del call  # what it refers to, such as the memory of a program
+            _forget_thread_locals()
+
+
+_address_of_thread_locals = ctypes.PYFUNCTYPE(ctypes.c_void_p)(("PyThreadState_GetDict", ctypes.pythonapi))
+
+
+def _forget_thread_locals() -> None:
+    """Drop the values of all `threading.local` objects in this thread, as its end would."""
+    if address := _address_of_thread_locals():
+        ctypes.cast(address, ctypes.py_object).value.clear()
 
 
 def wait_for(workers: Iterable[Worker[Any]], limit_s: float) -> bool:

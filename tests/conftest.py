@@ -7,6 +7,7 @@ import shutil
 import signal
 import sys
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -72,6 +73,14 @@ def _settings_of_python():
     import loopfeed
 
     loopfeed.TrainConfig  # noqa: B018 - the access prepares the class
+
+
+@pytest.fixture
+def no_spare_threads(monkeypatch):
+    """Hide the threads that wait for work, so that each worker needs a new one."""
+    from loopfeed.preprocess import workers
+
+    monkeypatch.setattr(workers, "_spare_threads", cache(workers._SpareThreads))
 
 
 @pytest.fixture(scope="module", autouse=True)

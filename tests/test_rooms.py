@@ -227,7 +227,7 @@ def test_the_walk_of_a_batch_in_the_docs_is_that_of_the_code() -> None:
 
 def test_threads_are_workers() -> None:
     """Elsewhere only the team of oneDNN starts threads, as `models` imports no other package."""
-    starts = re.compile(r"\b(Thread|ThreadPoolExecutor|start_new_thread)\(")
+    starts = re.compile(r"\b(Thread|ThreadPoolExecutor|start_new_thread)\(|\(threading\.Thread\)")
     found = {module for module, path in MODULES.items() if starts.search(path.read_text(encoding="utf-8"))}
     assert found == {"loopfeed.preprocess.workers", "loopfeed.models.kernels.onednn.team"}
 

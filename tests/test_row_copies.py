@@ -1,13 +1,13 @@
 """Copies by one thread and by several: the same bytes, all of them before the call returns."""
 
 import threading
-import time
 
 import numpy as np
 import pytest
 
 from loopfeed.engine.feed import row_copies
 from loopfeed.engine.feed.row_copies import RowCopies
+from tests.waiting import wait_until
 
 
 @pytest.fixture(params=[1, 2, 3, 8])
@@ -71,6 +71,7 @@ def test_a_failure_is_raised_once_no_thread_writes_any_more(copies, monkeypatch,
     assert len(late) == (num_others if fails_on_caller else 1)
 
 
+@pytest.mark.usefixtures("no_spare_threads")
 @pytest.mark.parametrize("num_startable", [0, 1, 2])
 def test_where_threads_cannot_be_started_the_others_copy_all(monkeypatch, num_startable):
     left, start = [num_startable], threading.Thread.start
@@ -92,7 +93,6 @@ def test_where_threads_cannot_be_started_the_others_copy_all(monkeypatch, num_st
 
 def test_many_callers_get_their_own_and_the_threads_end(monkeypatch):
     monkeypatch.setattr(row_copies, "_LEAST_PART_BYTES", 64)
-    before = threading.active_count()
     copies, wrong = RowCopies(3), []
 
     def call(seed):
@@ -110,7 +110,4 @@ def test_many_callers_get_their_own_and_the_threads_end(monkeypatch):
         each.join(timeout=60)
     copies.close()
     assert wrong == []
-    deadline = time.monotonic() + 10
-    while threading.active_count() > before and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert threading.active_count() <= before  # a thread of an earlier test may have ended meanwhile
+    wait_until(lambda: not [each for each in threading.enumerate() if each.name.startswith("row-copies")])

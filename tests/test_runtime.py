@@ -363,6 +363,7 @@ def test_a_disk_that_fails_is_reported_once_and_stops_nothing():
     ]
 
 
+@pytest.mark.usefixtures("no_spare_threads")
 def test_a_system_without_threads_is_reported_and_stops_nothing(monkeypatch):
     said: list[str] = []
 

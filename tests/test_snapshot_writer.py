@@ -58,7 +58,7 @@ def test_what_is_submitted_is_written_in_order_on_one_thread_that_is_not_the_cal
         wait_until(partial(lambda step: writer.last_step == step, step))
     assert writer.close(SOON_S)
     assert disk.written == [(step, 2 * step, tree) for step, tree in trees.items()]
-    assert [thread.name for thread in disk.threads] == ["snapshot-writer"]
+    assert [thread.name for thread in disk.threads] == ["spare snapshot-writer"]
     assert all(thread.daemon for thread in disk.threads)
     assert words == []
 

@@ -1,5 +1,6 @@
 """Workers: what they return or raise reaches whoever waits, in time, and none keeps a process."""
 
+import contextvars
 import gc
 import signal
 import subprocess
@@ -10,7 +11,9 @@ import weakref
 
 import pytest
 
-from loopfeed.preprocess.workers import Pool, SpareThreads, Worker, call_within, wait_for
+from loopfeed.preprocess import workers
+from loopfeed.preprocess.workers import Pool, Worker, call_within, wait_for
+from tests.waiting import wait_until
 
 LIMIT_S = 30.0
 SHORT_S = 0.05
@@ -79,6 +82,7 @@ def test_a_call_within_a_limit_raises_what_it_raised():
         call_within(LIMIT_S, fail)
 
 
+@pytest.mark.usefixtures("no_spare_threads")
 def test_a_worker_that_was_not_started_or_refused_is_not_waited_for(monkeypatch):
     def refuse(_):
         raise RuntimeError("can't start new thread")
@@ -154,7 +158,6 @@ def test_a_forked_process_has_threads_of_its_own_in_a_pool():
 
 
 def test_a_pool_makes_all_calls_and_maps_in_order():
-    before = set(threading.enumerate())
     with Pool(3, "pool") as pool:
         assert list(pool.map(lambda a, b: a * b, range(50), range(50))) == [number**2 for number in range(50)]
         failing = pool.submit(lambda: 1 // 0)
@@ -162,9 +165,10 @@ def test_a_pool_makes_all_calls_and_maps_in_order():
         assert len({thread.name for thread in threading.enumerate() if thread.name.startswith("pool-")}) == 3
     assert all(each.done() for each in slow)
     assert isinstance(failing.exception(), ZeroDivisionError)
-    assert set(threading.enumerate()) <= before
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("pool-")]
 
 
+@pytest.mark.usefixtures("no_spare_threads")
 def test_a_pool_that_is_closed_or_has_no_threads_lets_the_caller_work(monkeypatch):
     closed, caller = Pool(2, "closed"), threading.current_thread()
     closed.close()
@@ -207,14 +211,14 @@ def test_a_call_that_is_cancelled_before_it_begins_is_not_made():
     assert made == [0, 2]
 
 
-def test_a_spare_thread_makes_the_next_call_and_keeps_nothing_of_the_last():
-    spares, stuck, kept = SpareThreads("spare"), threading.Event(), threading.Event()
+def test_a_thread_makes_the_next_call_of_its_name_and_keeps_nothing_of_the_last():
+    stuck, kept = threading.Event(), threading.Event()
 
     def call(work):
-        return Worker(work, "caller", spares).start()
+        return Worker(work, "caller").start()
 
     first = call(threading.current_thread).result(LIMIT_S)
-    assert first.name == "spare"
+    assert first.name == "spare caller"
     waiting = call(stuck.wait)
     assert first.name == "caller"
     assert waiting.is_at_work
@@ -227,6 +231,36 @@ def test_a_spare_thread_makes_the_next_call_and_keeps_nothing_of_the_last():
     with pytest.raises(ZeroDivisionError):
         call(lambda: 1 // 0).result(LIMIT_S)
     assert watched() is None
-    assert [call(threading.current_thread).result(LIMIT_S) for _ in range(9)] == [first] * 9
+    two = {first, call(threading.current_thread).result(LIMIT_S)}
+    assert {call(threading.current_thread).result(LIMIT_S) for _ in range(9)} <= two
     assert not waiting.is_at_work
     assert waiting.wait()
+
+
+def test_a_call_finds_neither_context_variables_nor_thread_locals_of_the_call_before():
+    variable, local = contextvars.ContextVar("variable", default=0), threading.local()
+
+    def call():
+        found = variable.get(), getattr(local, "value", None), threading.get_ident()
+        variable.set(1)
+        local.value = threading.Event()
+        watched.append(weakref.ref(local.value))
+        return found
+
+    watched: list[weakref.ref[threading.Event]] = []
+    before, after = (Worker(call, "forgets").start().result(LIMIT_S) for _ in range(2))
+    assert before == after == (0, None, before[2])
+    wait_until(lambda: [each() for each in watched] == [None, None])
+
+
+def test_no_more_than_so_many_threads_are_kept(monkeypatch):
+    monkeypatch.setattr(workers, "_MOST_SPARE_THREADS", 0)
+    thread = Worker(threading.current_thread, "one of too many").start().result(LIMIT_S)
+    thread.join(LIMIT_S)
+    assert not thread.is_alive()
+
+
+def test_a_report_of_an_error_that_fails_too_keeps_the_thread(monkeypatch):
+    monkeypatch.setattr(threading, "excepthook", lambda _: 1 // 0)
+    assert Worker(lambda: 1 // 0, "unreported").start(is_attended=False).wait(LIMIT_S)
+    assert Worker(lambda: 3, "unreported").start().result(LIMIT_S) == 3

@@ -8,14 +8,14 @@ nothing reads the pipe, the main thread would block there and see no further sig
 import signal
 import threading
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from types import FrameType, TracebackType
 from typing import Any, Self
 
 from loopfeed.engine.control.board import ControlBoard
 from loopfeed.engine.peers import is_supervised, num_supervisor_signals
 from loopfeed.preprocess.stop_signals import SignalBursts, install, stop_signals, uninstall
-from loopfeed.preprocess.workers import SpareThreads, Worker
+from loopfeed.preprocess.workers import Worker
 
 
 class StopSignals:
@@ -91,12 +91,7 @@ def call_on_worker[T](function: Callable[..., T], *arguments: Any) -> T:
 def start_on_worker[T](function: Callable[..., T], *arguments: Any) -> Worker[T]:
     """Start a call of `function` on a worker thread, and return the worker, whose `result` waits for it.
 
-    The thread then waits for the next call. In a process that trains again and again on new threads, compiling filled
-    one of glibc's arenas after the other: 780 instead of 300 MB after 60 runs of ResNet-8 on two cores.
+    On a new thread each time, compiling would fill one of glibc's arenas after the other: 780 instead of 300 MB after
+    60 runs of ResNet-8 on two cores.
     """
-    return Worker(partial(function, *arguments), "worker", _spare_threads()).start()
-
-
-@cache
-def _spare_threads() -> SpareThreads:
-    return SpareThreads("spare worker")
+    return Worker(partial(function, *arguments), "worker").start()

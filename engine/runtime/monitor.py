@@ -17,7 +17,7 @@ from loopfeed.engine.records.run_folder import RUNTIME, STALLS
 from loopfeed.engine.runtime.record import LaunchState, RingSample, RuntimeReport
 from loopfeed.engine.runtime.runtime_file import encode_runtime
 from loopfeed.preprocess.system_errors import error_text
-from loopfeed.preprocess.workers import Worker, wait_for
+from loopfeed.preprocess.workers import SPARE, Worker, wait_for
 
 
 class Watched(Protocol):
@@ -88,11 +88,13 @@ def describe_span(seconds: float) -> str:
 
 
 def describe_threads() -> str:
-    """Return the stack of every thread of this process, with the names of the threads."""
+    """Return the stack of every thread of this process that does not wait for work, with the names of the threads."""
     names = {each.ident: each.name for each in threading.enumerate()}
     parts = []
     for ident, frame in sys._current_frames().items():
         name = names.get(ident, "not started by Python")
+        if name.startswith(SPARE):
+            continue
         parts.append(f"Thread {name} ({ident}):\n" + "".join(traceback.format_stack(frame)))
     return "\n".join(parts)
 
