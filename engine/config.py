@@ -204,6 +204,7 @@ class TrainConfig:
         f"Network to train: {', '.join(MODEL_NAMES)}; auto is resnet50 for images of at least 128 px, else resnet8.",
         unit="NAME", completion="model",
         also_called=("arch", "architecture", "network"),
+        for_objects="train(config, model=…)",
     )
     init_from: str | None = setting(
         None, TRAINING, _HOST, _DATA_KEPT,
@@ -233,6 +234,7 @@ class TrainConfig:
         "Loss to minimise: cross-entropy (one class per image, or a target distribution), binary-cross-entropy "
         "(several labels per image), or mean-squared-error (numbers).",
         also_called=("criterion",),
+        for_objects="train(config, loss=…)",
     )
     label_smoothing: float = setting(
         0.0, TRAINING, _RUNTIME, _CHANGES, "Fraction of each label that is spread evenly over all classes.",
@@ -279,6 +281,7 @@ class TrainConfig:
         details="A data set in an object store is given by its TensorStore URL. A resumed run checks that the data "
         "have not changed.",
         also_called=("dataset", "train_dir", "root"),
+        for_objects="loopfeed.pack(IMAGES, DEST), whose DEST is then the data, or to train(config, batches=…)",
     )
     split: str = setting("train", DATA, _HOST, _KEPT, "Split to train on.", unit="NAME")
     eval_split: str | None = setting(
@@ -340,6 +343,7 @@ class TrainConfig:
         "sgd", OPTIMISER, _PROGRAM, _KEPT, "Optimisation algorithm, which computes updates from gradients.",
         details="sgd, nesterov and adam follow the definitions of PyTorch, lion and muon those of optax.",
         also_called=("opt",),
+        for_objects="train(config, optimizer=…)",
     )
     learning_rate: float | None = setting(
         None, OPTIMISER, _RUNTIME, _CHANGES,
@@ -353,6 +357,7 @@ class TrainConfig:
         "Learning-rate schedule; step divides the rate by ten after 1/3, 2/3 and 8/9 of the steps.",
         details="one-cycle is fastai's; the others fall to {final_fraction} of the peak.",
         also_called=("sched", "scheduler", "lr_scheduler"),
+        for_objects="train(config, schedule=…)",
     )
     final_fraction: float | None = setting(
         None, OPTIMISER, _RUNTIME, _CHANGES,
@@ -925,7 +930,10 @@ def parse_devices(text: str) -> tuple[str | None, int]:
     platform, _, count = text.rpartition(":")
     if platform not in ("", "cpu") or not re.fullmatch("[1-9][0-9]{0,4}", count):
         raise SettingError(
-            "devices", "{setting} must be NUMBER or cpu:NUMBER, with a NUMBER of at least 1, got {text!r}", text=text
+            "devices",
+            "{setting} must be NUMBER or cpu:NUMBER, with a NUMBER of at least 1, got {text!r}: leave it out for all "
+            "devices of the kind that jax finds, an NVIDIA card with the extra cuda",
+            text=text,
         )
     if platform and int(count) > MOST_PARTS:
         raise SettingError(

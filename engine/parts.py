@@ -296,7 +296,8 @@ def _check_user_batches(config: TrainConfig, batches: Any) -> None:
         if not callable(batches) and not hasattr(batches, "fill"):
             raise ValueError(
                 f"batches must be a function from the step to (pixels, labels), or a BatchSource; "
-                f"got {type(batches).__name__}, which cannot return the batch of a given step again"
+                f"got {type(batches).__name__}, which cannot return the batch of a given step again: write such a "
+                "function, or pack the images with loopfeed.pack(IMAGES, DEST) and give TrainConfig(data=DEST)"
             )
         _refuse_setting(config, "data", None, "batches")
         _refuse_setting(config, "synthetic", False, "batches")

@@ -36,6 +36,7 @@ _INSTALLED = (
     *(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages")),
 )
 _UNKNOWN_ARGUMENT = re.compile(r"(?:(\S+)\(\) got an )?unexpected keyword argument '(\w+)'")
+_NO_SETTINGS = "missing 1 required positional argument: 'config'"
 # What Loopfeed raises as a rule; anything else from its own lines may be a fault, which needs the whole traceback.
 _RULES = (ValueError, OSError, RuntimeError, ArithmeticError, KeyboardInterrupt)
 
@@ -325,6 +326,8 @@ def _reword(error: BaseException, function: Callable[..., Any] | None) -> None:
         error.args = (error.args[0], in_python_words(str(error.args[1]), function))
     elif is_ours and not isinstance(error, OSError):
         error.args = tuple(in_python_words(each, function) if isinstance(each, str) else each for each in error.args)
+    if function is not None and isinstance(error, TypeError) and str(error).endswith(_NO_SETTINGS):
+        error.args = (f"{error}: give the settings, as loopfeed.{function.__name__}(TrainConfig(steps=…))",)
     unknown = _UNKNOWN_ARGUMENT.fullmatch(str(error)) if is_ours else None
     if function is not None and unknown is not None and unknown[1] in (None, function.__qualname__):
         error.args = (f"{error}{did_you_mean(unknown[2], _shown_signature(function).parameters)}",)

@@ -15,11 +15,12 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
+from loopfeed.preprocess.shown_values import shown
 from loopfeed.preprocess.suggestions import WEIGHTS_BY_NAME, describe_nearest, did_you_mean, is_about_weights, nearest
 
 LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
 _KEY = "setting"
-_MOST_SHOWN_BITS = 1024
+_PLAIN = (int, float, str, bytes, type(None))
 _WRITABLE = ("s3://", "gs://", "file://")
 
 
@@ -87,6 +88,7 @@ class Declaration:
         parsed_by: a class whose `of` checks and converts a value, if the type has no check of its own.
         by_stage: whether each stage of a run may have a value of its own.
         also_called: what other trainers call it, so that their users are led here.
+        for_objects: what takes an object of Python in the place of a value, such as "train(config, model=…)".
     """
 
     group: str
@@ -105,6 +107,7 @@ class Declaration:
     parsed_by: type[Any] | None = None
     by_stage: bool = False
     also_called: tuple[str, ...] = ()
+    for_objects: str = ""
 
 
 def setting[T](
@@ -149,29 +152,6 @@ class SettingError(ConfigError):
 
     def __str__(self) -> str:
         return self.render(str)
-
-
-def shown(value: Any) -> Any:
-    """Return a value as a message can show it: Python does not convert integers of many digits to text."""
-    if isinstance(value, int) and value.bit_length() > _MOST_SHOWN_BITS:
-        return _LongInteger(value)
-    if type(value) is dict:
-        return {name: shown(each) for name, each in value.items()}
-    if type(value) is list:
-        return [shown(each) for each in value]
-    return tuple(map(shown, value)) if type(value) is tuple else value
-
-
-class _LongInteger:
-    """Stands in a message for an integer that nobody would read."""
-
-    def __init__(self, value: int) -> None:
-        self._text = f"an integer of {value.bit_length():,} bits"
-
-    def __str__(self) -> str:
-        return self._text
-
-    __repr__ = __str__
 
 
 class UnknownSettingError(SettingError, TypeError):
@@ -281,7 +261,7 @@ class Setting(Declaration):
                 "{setting} must be one of {choices}, got {value!r}{near}",
                 choices=", ".join(self.choices),
                 value=value,
-                near=did_you_mean(value, self.choices),
+                near=did_you_mean(value, self.choices) or self._remedy_for_objects("one of your own"),
             )
         return value
 
@@ -311,11 +291,12 @@ class Setting(Declaration):
         if not (isinstance(value, kind) if accepted is None else is_number(value, accepted)):
             raise SettingError(
                 self.name,
-                "{setting} must be of type {kind}{optional}, got {value!r} of type {found}",
+                "{setting} must be of type {kind}{optional}, got {value!r} of type {found}{remedy}",
                 kind=kind.__name__,
                 optional=" or None" if self.is_optional else "",
                 value=value,
                 found=type(value).__name__,
+                remedy="" if isinstance(value, _PLAIN) else self._remedy_for_objects("an object"),
             )
         if kind is str and not value:
             raise SettingError(
@@ -327,6 +308,9 @@ class Setting(Declaration):
             return kind(value)
         except OverflowError:
             raise SettingError(self.name, "{setting} must be finite, got an integer larger than any float") from None
+
+    def _remedy_for_objects(self, what: str) -> str:
+        return self.for_objects and f": {what} goes to {self.for_objects}"
 
 
 def is_number(value: object, kind: type) -> bool:

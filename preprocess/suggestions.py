@@ -19,6 +19,27 @@ _LETTERS_FOR_A_SLIP = 4
 _SEPARATORS = re.compile("[-_ ]+")
 _NUMBERS = re.compile("[0-9]+")
 
+_OTHER_NAMES = {
+    "bfloat16": "bf16 b16 bf16mixed bf16true half fp16 float16 f16 16 16mixed mixed amp",
+    "float32": "fp32 f32 32 32true single float full",
+    "cross-entropy": "ce softmax nll categoricalcrossentropy sparsecategoricalcrossentropy crossentropylossflat",
+    "binary-cross-entropy": "bce bceloss bcewithlogits bcewithlogitsloss sigmoid binarycrossentropy",
+    "mean-squared-error": "mse mseloss l2 regression",
+    "sgd": "momentum",
+    "constant": "fixed none",
+    "step": "multistep multisteplr",
+    "cosine": "cosineannealing cosineannealinglr cosinedecay cosinelrscheduler",
+    "cosine-restarts": "sgdr warmrestarts cosineannealingwarmrestarts cosinedecayrestarts",
+    "one-cycle": "1cycle fitonecycle",
+    "polynomial": "poly polynomiallr",
+    "exponential": "exp exponentiallr exponentialdecay",
+    "resized": "rrc randomresizedcrop",
+    "random": "randomcrop",
+    "centre": "centercrop",
+    "zeros": "constant zero",
+}
+"""What other programs call a choice of ours, in lower case and without separators."""
+
 WEIGHTS_BY_NAME = (
     "Weights are taken by name from the Hugging Face hub, with the extra hub: run-train --init-from "
     "hf-hub:timm/resnet18.a1_in1k --model resnet18 (in Python init_from=…), or from a file or a run in the same way."
@@ -44,8 +65,14 @@ def is_about_weights(word: str) -> bool:
 def nearest(word: object, known: Iterable[str], *, similarity: float = 0.6) -> str | None:
     """Return the known word that is most similar to ``word``, ignoring case; None if none is near.
 
-    Near are misspellings, in which one letter of four may differ, and words that contain all of the other.
+    Near are misspellings, in which one letter of four may differ, and words that contain all of the other; before them,
+    what other programs call a choice of ours.
     """
+    known = list(known)
+    plain = _SEPARATORS.sub("", _folded(str(word)))
+    for ours, others in _OTHER_NAMES.items():
+        if plain in others.split() and ours in known and str(word) not in known:
+            return ours
     near = _near(word, known, similarity)
     return near[0] if near else None
 

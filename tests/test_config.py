@@ -145,9 +145,24 @@ def test_a_real_setting_is_finite(value):
 )
 def test_a_value_of_the_wrong_type_is_refused(names, values):
     for name, wrong in itertools.product(names, values):
-        rule = rf"^{name} must be of type \w+( or None)?, got .* of type {type(wrong).__name__}$"
+        rule = (
+            rf"^{name} must be of type \w+( or None)?, got .* of type {type(wrong).__name__}(: an object goes to .*)?$"
+        )
         with pytest.raises(ValueError, match=rule):
             configured(**{name: wrong})
+
+
+@pytest.mark.parametrize("name", ["data", "model", "loss", "optimizer", "schedule"])
+def test_an_array_in_the_place_of_a_name_is_described_and_sent_where_it_belongs(name):
+    images = np.zeros((64, 16, 16, 3), np.uint8)
+    with pytest.raises(SettingError) as refused:
+        configured(**{name: (images, [1] * 10**6)})
+    message = str(refused.value)
+    assert f"{name} must be of type str" in message
+    assert "(<ndarray [64, 16, 16, 3] of uint8>, [1, 1, 1" in message
+    assert f"train(config, {'batches' if name == 'data' else name}=…)" in message
+    assert len(message) < 500
+    assert "\n" not in message
 
 
 @pytest.mark.parametrize("text", ["10", "10:", ":10", "10:10", "20:10", "-1:5", "1:2:3", "a:b", "1.5:3"])

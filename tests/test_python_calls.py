@@ -113,6 +113,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "TrainConfig.from_json": (lambda: called.TrainConfig.from_json({"batch": 0}), "batch must lie in 1"),
     "replace": (lambda: replace(TrainConfig(), fold="1"), "fold must be K/N"),
     "train": (lambda: called.train(3), "the settings must be a TrainConfig, got int"),
+    "train, a dictionary": (lambda: called.train({"steps": 3}), r"give TrainConfig(**settings)"),
+    "train, no settings": (lambda: called.train(steps=3), "give the settings, as loopfeed.train(TrainConfig("),
+    "train, arrays": (
+        lambda: called.train(toy_config(), batches=([], [])),
+        "got tuple, which cannot return the batch of a given step again: write such a function, or pack the images",
+    ),
     "train, an argument": (lambda: called.train(toy_config(), modle=1), "argument 'modle': did you mean model?"),
     "check_step": (lambda: called.check_step(TrainConfig(data=NONE)), "/no/such/path does not exist"),
     "show_batch": (lambda: called.show_batch(TrainConfig(data=NONE)), "/no/such/path does not exist"),

@@ -14,6 +14,7 @@ FLOORS = (
     "loopfeed.preprocess.workers",
     "loopfeed.preprocess.control_groups",
     "loopfeed.preprocess.printable",
+    "loopfeed.preprocess.shown_values",
     "loopfeed.preprocess.suggestions",
     "loopfeed.preprocess.file_kinds",
     "loopfeed.preprocess.system_errors",
@@ -115,6 +116,7 @@ PROGRAM_MAY_KNOW = {
     "loopfeed.models.xla_threads",
     "loopfeed.models.trusted_folder",
     # What a wrong name may have meant.
+    "loopfeed.preprocess.shown_values",
     "loopfeed.preprocess.suggestions",
     # Where whole pictures are on their canvases.
     "loopfeed.preprocess.extents",

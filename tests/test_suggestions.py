@@ -40,6 +40,36 @@ def test_the_nearest_word_is_found_whatever_its_case():
 
 
 @pytest.mark.parametrize(
+    ("setting", "given", "ours"),
+    [
+        ("precision", "bf16", "bfloat16"),
+        ("precision", "16-mixed", "bfloat16"),
+        ("precision", "FP32", "float32"),
+        ("loss", "ce", "cross-entropy"),
+        ("loss", "BCEWithLogitsLoss", "binary-cross-entropy"),
+        ("loss", "MSE", "mean-squared-error"),
+        ("schedule", "CosineAnnealingLR", "cosine"),
+        ("schedule", "poly", "polynomial"),
+        ("crop", "RandomResizedCrop", "resized"),
+        ("padding_mode", "constant", "zeros"),
+    ],
+)
+def test_a_choice_is_found_by_the_name_that_other_programs_give_it(setting, given, ours):
+    known = SETTINGS[setting]
+    assert ours in known.choices
+    with pytest.raises(ValueError, match=f"did you mean {ours}"):
+        TrainConfig(**{setting: given})
+    shown = CliRunner().invoke(run_train, [known.options[0], given])
+    assert shown.exit_code == 2
+    assert f"did you mean {ours}?" in shown.stderr
+
+
+def test_a_word_that_is_a_choice_itself_is_not_taken_for_another():
+    assert nearest("constant", ["zeros", "constant"]) == "constant"
+    assert nearest("sgd", ["cosine"]) is None
+
+
+@pytest.mark.parametrize(
     ("given", "known", "near"),
     [
         ("stesp", "steps", True),

@@ -10,7 +10,7 @@ import click
 
 from loopfeed.engine.commands.option_sources import CountedSteps, OptionalNumber
 from loopfeed.engine.config import COUNTED_IN_EPOCHS, SETTINGS
-from loopfeed.engine.named_parts import OWN_PARTS
+from loopfeed.engine.named_parts import NAME_FORM, OWN_PARTS
 from loopfeed.engine.recipes.stages_file import read_stages
 from loopfeed.engine.settings import Setting, SettingError
 from loopfeed.engine.stages import Stages
@@ -110,6 +110,11 @@ class _ChoiceOrUserPart(SuggestingChoice):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Return the name of an own part unchanged; treat other values as a choice."""
         return value if isinstance(value, str) and ":" in value else super().convert(value, param, ctx)
+
+    def get_invalid_choice_message(self, value: Any, ctx: click.Context | None) -> str:
+        """Return the message of a choice, with the form of an own part if no choice is near."""
+        message = super().get_invalid_choice_message(value, ctx)
+        return f"{message[:-1]}: one of your own is named as {NAME_FORM}." if message.endswith(".") else message
 
 
 class _StagesFile(click.types.StringParamType):

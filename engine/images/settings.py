@@ -9,8 +9,9 @@ import numbers
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from loopfeed.engine.settings import SettingError, is_number, shown
+from loopfeed.engine.settings import SettingError, is_number
 from loopfeed.preprocess.extents import Whole
+from loopfeed.preprocess.shown_values import shown
 
 CropName = Literal["centre", "random", "resized"]
 PaddingName = Literal["zeros", "reflect"]

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 from loopfeed.engine.config import COUNTED_IN_EPOCHS, OWN_BATCHES, SETTINGS, TrainConfig, epochs_in
 from loopfeed.engine.named_parts import NAMED_PARTS, OWN_PARTS
 from loopfeed.engine.owners import OF_A_RECIPE, OF_A_RECORD_AS_RECIPE, OF_A_USER, STORAGE, recorded_settings
-from loopfeed.engine.settings import ConfigError, SettingError, shown, suggest_setting
+from loopfeed.engine.settings import ConfigError, SettingError, suggest_setting
 from loopfeed.models.names import MODEL_NAMES
 from loopfeed.preprocess.regular_file import read_regular
+from loopfeed.preprocess.shown_values import shown
 from loopfeed.preprocess.suggestions import did_you_mean
 from loopfeed.preprocess.system_errors import reading_remedy
 

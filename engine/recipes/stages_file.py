@@ -4,9 +4,10 @@ import os
 import tomllib
 from pathlib import Path
 
-from loopfeed.engine.settings import SettingError, shown
+from loopfeed.engine.settings import SettingError
 from loopfeed.engine.stages import Stages
 from loopfeed.preprocess.regular_file import read_regular
+from loopfeed.preprocess.shown_values import shown
 from loopfeed.preprocess.system_errors import reading_remedy
 
 _MAX_BYTES = 1 << 15

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from loopfeed.engine.config import TrainConfig
-from loopfeed.engine.settings import shown
 from loopfeed.models.xla_threads import NUM_THREADS_VARIABLE, given_num_threads
 from loopfeed.preprocess.control_groups import num_allowed_cores, num_cores
 from loopfeed.preprocess.quantities import listed
+from loopfeed.preprocess.shown_values import shown
 
 RECORDED_NAME = "feedloop"
 """The name under which records have Loopfeed's version: that of the package in the first runs."""

@@ -21,9 +21,10 @@ from loopfeed.engine.records.limits import MOST_JSON_BYTES
 from loopfeed.engine.records.loss_log import RunEnd
 from loopfeed.engine.records.machine import MACHINE, Topology, in_one_process
 from loopfeed.engine.records.run_folder import CONFIG, CONTINUED, EVALUATION_LOG, LOSS_LOG, RESULT
-from loopfeed.engine.settings import Owner, shown
+from loopfeed.engine.settings import Owner
 from loopfeed.models.names import MODEL_NAMES
 from loopfeed.preprocess.regular_file import read_regular
+from loopfeed.preprocess.shown_values import shown
 from loopfeed.preprocess.system_errors import error_text, reading_remedy, status_of
 
 FILES = "files"

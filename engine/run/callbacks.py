@@ -210,7 +210,7 @@ def as_callback(given: Callback | RecordFunction) -> Callback:
         return _FunctionCallback(given)
     raise ValueError(
         f"a callback must be a loopfeed.Callback or a function of a record, got {type(given).__name__}: derive its "
-        "class from loopfeed.engine.Callback"
+        "class from loopfeed.Callback"
     )
 
 

@@ -83,7 +83,8 @@ def check_arguments(config: Any, parts: UserParts) -> None:
         ValueError: an argument has the wrong type, or a user-defined part makes a setting meaningless.
     """
     if not isinstance(config, TrainConfig):
-        raise ValueError(f"the settings must be a TrainConfig, got {type(config).__name__}: give TrainConfig(steps=…)")
+        remedy = "TrainConfig(**settings)" if isinstance(config, Mapping) else "TrainConfig(steps=…)"
+        raise ValueError(f"the settings must be a TrainConfig, got {type(config).__name__}: give {remedy}")
     if config.append_epochs is not None and not config.resume:
         raise SettingError(
             "append_epochs",

@@ -38,6 +38,7 @@ from loopfeed.preprocess.shards.checksum import CHECKSUM_BYTES, ENTRY
 from loopfeed.preprocess.shards.classes import MAX_CLASSES, ImageClass
 from loopfeed.preprocess.shards.location import ShardError
 from loopfeed.preprocess.shards.targets import Targets, num_words
+from loopfeed.preprocess.shown_values import shown
 
 FORMAT_VERSION = 5
 """The format version of new packs: with the names of the images, and whatever other arrays the manifest says.
@@ -62,7 +63,6 @@ _SINCE = (
 # Blosc adds 16 bytes to incompressible data, the checksum 4, the index 16.
 _MAX_ADDED_BYTES = 64
 # Python converts no integer of many digits to text.
-_MOST_SHOWN_BITS = 1024
 _LISTS = (
     "class_counts",
     "channel_mean",
@@ -452,8 +452,7 @@ def _targets(entry: Any) -> Targets:
 
 def _require(is_satisfied: bool, rule: str, found: object) -> None:
     if not is_satisfied:
-        is_long = isinstance(found, int) and found.bit_length() > _MOST_SHOWN_BITS
-        text = "a larger number" if is_long else repr(found)
+        text = repr(shown(found))
         text = text if len(text) <= 80 else f"{text[:77]}…"
         raise ShardError(f"{rule}, found {text}; restore the file or pack the split again with --overwrite")
 
