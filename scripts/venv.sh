@@ -162,6 +162,21 @@ install_project() { # VENV EXTRA CONSTRAINTS
   return "$status"
 }
 
+# Lets all that is started keep the bytecode of what it imports, without which each process compiles all modules again.
+# Whoever wants none beside the sources has it in the environment.
+keep_bytecode() { # VENV
+  if [ -z "${PYTHONDONTWRITEBYTECODE:-}" ]; then return 0; fi
+  unset PYTHONDONTWRITEBYTECODE
+  export PYTHONPYCACHEPREFIX="${PYTHONPYCACHEPREFIX:-$1/bytecode}"
+}
+
+# All that the tests marked `integration` need besides the environment's packages.
+ensure_downloads() { # VENV
+  ensure_card_compiler "$1"
+  ensure_slurm "$1"
+  ensure_chromium "$1"
+}
+
 # Installs XLA's compiler for NVIDIA cards, which itself needs no card, outside the environment's packages: as one of
 # them it would make jax look for a card at every start. Without it the tests that compile for a card are skipped.
 ensure_card_compiler() { # VENV

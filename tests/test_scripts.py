@@ -229,6 +229,29 @@ def test_hooks_and_ci_run_the_same_commands() -> None:
         assert os.access(ROOT / script, os.X_OK), script
 
 
+def test_ci_lets_pip_compile_nothing_and_downloads_beside_the_tests(machine: Machine) -> None:
+    (machine.clone / ".ci").mkdir()
+    shutil.copy(ROOT / ".ci/run", machine.clone / ".ci/run")
+    for tool in ("grep", "mktemp", "sleep"):
+        (machine.bin / tool).symlink_to(shutil.which(tool) or tool)
+    said = '${PIP_NO_COMPILE:-compiles} ${PYTHONDONTWRITEBYTECODE:-keeps} ${PYTHONPYCACHEPREFIX##*/}" >>"$PIP_LOG"'
+    for name in ("test", "docs", "torture"):
+        machine.fake(machine.clone / "scripts" / name, f'echo "{name} $* {said}')
+    # The download ends once the tests have begun.
+    waits = f'echo "{said}; case "$*" in *--target*) until grep "^test" "$PIP_LOG"; do sleep 0.1; done ;; esac'
+    machine.fake_installer(machine.bin / "python3.12", waits)
+    done = machine.run(shlex.quote(str(machine.clone / ".ci/run")), PYTHONDONTWRITEBYTECODE="1")
+    assert done.returncode == 0, done.stderr
+    assert "downloading XLA's compiler for NVIDIA cards" in done.stderr
+    assert "skipped" not in done.stderr
+    log = [line for line in machine.installs() if not line.startswith(("pip", "venv"))]
+    assert log[0] == "1 keeps bytecode"
+    assert sorted(log[1:]) == sorted(
+        f"{each}compiles keeps bytecode"
+        for each in ("", "test  ", "docs  ", "test --integrations ", "torture --minutes 1 --seed 1 ")
+    )
+
+
 @needs_onednn
 def test_an_instruction_set_that_the_tests_pretend_is_the_newest_that_onednn_uses() -> None:
     """Later ones include earlier ones, and below AVX-512 the library is refused."""
