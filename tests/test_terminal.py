@@ -4,10 +4,12 @@ import io
 import math
 import re
 
+import numpy as np
 import pytest
 from rich.console import Console
 
 from loopfeed.engine.commands.terminal import ProgressSink, sparkline
+from loopfeed.engine.run.result import described_losses
 from loopfeed.engine.stream.sinks import EvaluationRecord, LossRecord, RunDescription
 
 ESCAPES = re.compile(r"\x1b\[[0-9?;]*[A-Za-z]")
@@ -50,6 +52,10 @@ def test_the_last_line_names_how_the_run_ended():
     assert last.startswith("1000/1000 ")
     # The mean of the last 50 losses, and the rate over their 49 intervals of 10 ms.
     assert "loss 2.9980 " in last
+    # The summary below it has the same mean.
+    losses = np.array([record(step).loss for step in range(1, 1001)], np.float32)
+    assert described_losses(losses) == "2.9000 (mean of the last 50: 2.9980)"
+    assert described_losses(losses[:3]) == "6.8880 (mean of the last 3: 6.8920)"
     assert "█" in last
     assert "▁  12,800 img/s  wait 12.3 ms  lr 0.05" in last
     assert "00:00" in last

@@ -100,15 +100,15 @@ def summarise(
         is_quiet: whether to print one line on how it ended, with its folder, and a second one only to resume it.
     """
     from loopfeed.engine.records.loss_log import COMPLETE_ENDS, end_words
+    from loopfeed.engine.run.result import described_losses
 
     steps = quantity(result.steps_done, "step")
     if result.steps_done != len(result.losses):
         steps += f", {len(result.losses):,} of them"
     line = f"{end_words(result.stopped_by)}: {steps} in {result.train_s:.1f} s"
     if len(result.losses):
-        last = result.losses[-min(100, len(result.losses)) :]
         line += (
-            f", final loss {result.losses[-1]:z.4f} (mean of the last {len(last)}: {last.mean():z.4f}), "
+            f", final loss {described_losses(result.losses)}, "
             f"infeed wait {100 * result.wait_s / result.train_s:.1f} % of the time"
         )
     lines = [line]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from loopfeed.engine.records.evaluation_log import best_until, best_words, better_of
 from loopfeed.engine.stream.sinks import (
+    SHOWN_MEAN_STEPS,
     EvaluationProgress,
     EvaluationRecord,
     LossRecord,
@@ -29,8 +30,6 @@ _BAR_WIDTH, _SHORT_BAR_WIDTH, _WIDE = 10, 5, 100
 # Width of the time left ("0:00:00" or longer), and the number of gaps between four columns.
 _TIME_WIDTH = 8
 _GAPS = 3
-# Show the mean of this many records, because the speed of a single step is noisy.
-_SMOOTHED_STEPS = 50
 _REDRAWN_PER_S = 5
 _MOST_MEANS = 512  # an even number, because they are merged in pairs
 
@@ -65,7 +64,7 @@ class ProgressSink:
         self._best: EvaluationRecord | None = None
         self._compared: str | None = None
         self._evaluation: EvaluationProgress | None = None
-        self._recent: deque[LossRecord] = deque(maxlen=_SMOOTHED_STEPS)
+        self._recent: deque[LossRecord] = deque(maxlen=SHOWN_MEAN_STEPS)
         self._history = LossHistory()
         self._progress = Progress(
             MofNCompleteColumn(),

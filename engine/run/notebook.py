@@ -25,7 +25,14 @@ from loopfeed.engine.python_calls import in_python_words
 from loopfeed.engine.records.binned_log import BinnedLog
 from loopfeed.engine.records.evaluation_log import describe_evaluations
 from loopfeed.engine.run.result import TrainResult
-from loopfeed.engine.stream.sinks import EvaluationProgress, EvaluationRecord, LossRecord, RunDescription, epoch_field
+from loopfeed.engine.stream.sinks import (
+    SHOWN_MEAN_STEPS,
+    EvaluationProgress,
+    EvaluationRecord,
+    LossRecord,
+    RunDescription,
+    epoch_field,
+)
 from loopfeed.preprocess.printable import printable_line
 from loopfeed.preprocess.quantities import duration_text, quantity
 from loopfeed.preprocess.system_errors import error_text
@@ -37,7 +44,6 @@ _NUM_BINS = 256
 _DRAWN_WITHIN_S = 1.0
 # The last state stays in the notebook, so it waits for a thread that a busy machine holds up in drawing.
 _ENDED_WITHIN_S = 20.0
-_SMOOTHED_STEPS = 50
 _MOST_NOTICES = 50
 _CHART_HEIGHT = 120
 
@@ -82,7 +88,7 @@ class NotebookDisplay:
         self._keep_best: str | None = None
         self._guard = threading.Lock()  # messages come from other threads than records
         self._bins, self._added = BinnedLog(_NUM_BINS), deque[LossRecord]()
-        self._recent: deque[LossRecord] = deque(maxlen=_SMOOTHED_STEPS)
+        self._recent: deque[LossRecord] = deque(maxlen=SHOWN_MEAN_STEPS)
         self._evaluations: list[EvaluationRecord] = []
         self._notices: deque[str] = deque(maxlen=_MOST_NOTICES)
         self._evaluating: EvaluationProgress | None = None

@@ -24,7 +24,7 @@ from loopfeed.engine.records.stored.reading import local_copy, logs_only
 from loopfeed.engine.records.weights_metadata import describe_weights, without_classes
 from loopfeed.engine.run.run import Run
 from loopfeed.engine.runtime.record import RuntimeReport
-from loopfeed.engine.stream.sinks import EvaluationRecord
+from loopfeed.engine.stream.sinks import SHOWN_MEAN_STEPS, EvaluationRecord
 from loopfeed.preprocess.quantities import quantity
 
 
@@ -125,9 +125,9 @@ class TrainResult:
 
 
 def described_losses(losses: NDArray[np.float32]) -> str:
-    """Return the last of some losses and the mean of the last hundred, as text; there must be one."""
-    last = losses[-min(100, len(losses)) :]
-    return f"{losses[-1]:z.4f} (mean of the last {len(last)}: {last.mean():z.4f})"
+    """Return the last of some losses and the mean that a progress line ends with, as text; there must be one."""
+    last = losses[-SHOWN_MEAN_STEPS:]
+    return f"{losses[-1]:z.4f} (mean of the last {len(last)}: {last.mean(dtype=np.float64):z.4f})"
 
 
 # The names of 20,000 classes take about 1 MB.

@@ -338,6 +338,10 @@ def loss_fields(record: LossRecord, steps: int | None) -> list[str]:
     return fields + metric_fields(record.metrics)
 
 
+SHOWN_MEAN_STEPS = 50
+"""Of how many of the newest steps of a launch people are shown the mean loss, while it trains and at its end."""
+
+
 def loss_number(loss: float) -> str:
     """Format a loss with four decimals, or with four significant digits if it is below 0.001 or at least 100,000."""
     if not math.isfinite(loss):
