@@ -41,6 +41,8 @@ OWN_PARTS = {
     ),
 }
 """The arguments of `train` that the commands also take, as `--model package.module:function`; their one declaration."""
+OWN_FUNCTIONS, USER_SOURCES = "own_parts", "own_sources"
+"""The keys of what identifies the user's functions, and of the digests of their source texts, in the resolved part."""
 NAMED_PARTS = "named_parts"
 """The key of the named parts in the resolved part of `config.json`."""
 NAME_FORM = "package.module:function"

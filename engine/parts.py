@@ -14,7 +14,7 @@ from loopfeed.engine.feed.batches import BatchFunction, BatchSource, EvaluationA
 from loopfeed.engine.feed.subsets import Indices
 from loopfeed.engine.given_values import check_takes, describe_given
 from loopfeed.engine.images.augment import UserAugmentation
-from loopfeed.engine.named_parts import NamedPart, recorded_named_parts
+from loopfeed.engine.named_parts import USER_SOURCES, NamedPart, recorded_named_parts
 from loopfeed.engine.objective.losses import Loss
 from loopfeed.engine.objective.metrics import Metric, PerExample
 from loopfeed.engine.program.checked_model import takes_key
@@ -25,8 +25,6 @@ from loopfeed.engine.updates.schedules import Schedule
 from loopfeed.engine.updates.user_optimizer import UserOptimizer
 from loopfeed.preprocess.suggestions import WEIGHTS_BY_NAME, did_you_mean, is_about_weights
 
-USER_SOURCES = "own_sources"
-"""The key of the digests of the parts' source texts in the resolved part of `config.json`."""
 # The module of what is in no file, which an earlier version recorded for scripts, too.
 _NO_FILE = "__main__"
 _LIBRARIES = {"site-packages", "dist-packages"}

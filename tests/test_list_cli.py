@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import shutil
 import time
 from pathlib import Path
@@ -35,11 +36,12 @@ def objects(*arguments):
     return {Path(each["run"]).name: each for each in map(json.loads, listed(*arguments, "--json").stdout.splitlines())}
 
 
-def make_run(run: Path, num_rows=3, result=None, changed_s=NOW, **settings) -> Path:
+def make_run(run: Path, num_rows=3, result=None, changed_s=NOW, own_parts=None, **settings) -> Path:
     """Write what a run writes, with its last change at `changed_s`."""
     run.mkdir(parents=True)
     config = TrainConfig(**({"steps": 9} | settings)).to_json()
-    (run / "config.json").write_text(json.dumps(sealed({"config": config, "resolved": {"model": "resnet8"}})))
+    resolved = {"model": "resnet8"} | ({} if own_parts is None else {"own_parts": own_parts})
+    (run / "config.json").write_text(json.dumps(sealed({"config": config, "resolved": resolved})))
     with (run / "loss.jsonl").open("w") as log:
         for step in range(1, num_rows + 1):
             log.write(json.dumps({"step": step, "loss": 4 / step, "lr": 0.1, "images_per_s": 100.0 * step}) + "\n")
@@ -196,6 +198,39 @@ def test_runs_are_compared_by_what_each_of_them_kept_as_best(tmp_path):
     assert "loss            best           last  images/s" in header
     assert any("top-5 100.00 %  top-5 90.00 %" in row for row in rows)
     assert any("loss 0.1250    loss 1.0000" in row for row in rows)
+
+
+def test_the_model_is_the_one_that_was_trained_and_own_functions_tell_runs_apart(trained, tmp_path):
+    shutil.copytree(trained[0] / "toy", tmp_path / "own")
+    for seed, own in enumerate((None, {"loss": "mine.squared"}, {"loss": "mine.squared"})):
+        make_run(tmp_path / f"r{seed}", result={"stopped_by": "steps"}, seed=seed, own_parts=own)
+    table = listed(tmp_path).stdout
+    assert re.findall("auto|linear|resnet8", table) == ["resnet8"] * 3 + ["linear"]
+    assert "2 seeds (r1, r2)" in table
+
+
+def test_runs_are_sorted_by_a_column_the_best_at_the_end(tmp_path):
+    for name, keep_best, top1, loss, started, lasted in (
+        ("a", None, 0.5, 0.1, 30, 50), ("b", None, 0.75, 0.2, 10, 90), ("c", "loss", 0.6, 0.4, 20, 70),
+        ("d", "loss", 0.6, 0.3, 40, 60), ("e", None, math.nan, math.nan, 0, 0),
+    ):  # fmt: skip
+        run = make_run(tmp_path / name, changed_s=NOW + ord(name), keep_best=keep_best)
+        if name != "e":
+            lines = [EvaluationRecord(1, 9, top1, 1.0, loss, NOW), EvaluationRecord(2, 9, top1 / 2, 1.0, 1 - loss, NOW)]
+            (run / "eval.jsonl").write_text("".join(each.to_json() + "\n" for each in lines))
+            launches = [{"started": NOW + started, "ended": NOW + started + lasted}]
+            (run / "runtime.json").write_text(json.dumps({"launches": launches}))
+            os.utime(run / "eval.jsonl", (NOW, NOW))
+
+    def order(*options):
+        return "".join(line.split()[0] for line in listed(tmp_path, *options).stdout.splitlines()[1:])
+
+    assert order() == "abcde"
+    assert order("--sort", "started") == "ebcad"
+    assert order("--sort", "duration") == "eadcb"
+    assert order("--sort", "best") == "ecdab"
+    assert order("--sort", "last") == "edcab"
+    assert [*objects(tmp_path, "--sort", "best")] == [*"ecdab"]
 
 
 # --- the search

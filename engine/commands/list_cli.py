@@ -4,6 +4,7 @@ What loads numpy or the settings is imported where it is first needed, so that `
 """
 
 import json
+import math
 import shutil
 import sys
 import time
@@ -43,10 +44,18 @@ States:
 
 @click.command(cls=GuardedCommand, epilog=_EPILOG)
 @click.argument("folder", metavar="[DIR]", default="runs", shell_complete=complete_folder)
+@click.option(
+    "--sort",
+    "order",
+    type=click.Choice(("changed", "started", "duration", "best", "last")),
+    default="changed",
+    show_default=True,
+    help="What the table is sorted by; the newest, longest or best run stands at the end.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print everything known of each run as one line of JSON.")
 @storage_option
-def main(folder: str, as_json: bool, storage_option: tuple[str, ...]) -> None:
-    """List the runs in the folder DIR ("runs" by default) and below, the one that changed last at the end.
+def main(folder: str, order: str, as_json: bool, storage_option: tuple[str, ...]) -> None:
+    """List the runs in the folder DIR ("runs" by default) and below, by default the one that changed last at the end.
 
     Shows the state of each run, its step, last loss, best and last evaluation and speed, how long it has trained, when
     it changed last, and the settings in which the listed runs differ. Evaluations are compared by the --keep-best of
@@ -76,7 +85,7 @@ def main(folder: str, as_json: bool, storage_option: tuple[str, ...]) -> None:
         raise _WrongFolderError(printable_line(reason)) from error
     for note in notes:
         click.echo(printable_line(note), err=True)
-    runs.sort(key=lambda run: run.changed_s or 0.0)
+    runs.sort(key=lambda run: _rank(run, order))
     if as_json:
         write_data(_json(runs))
     elif runs:
@@ -93,6 +102,19 @@ def _local_runs(folder: Path, now_s: float, notes: list[str]) -> "list[RunSummar
         found = "does not exist" if status_of(folder) is None else "is a file"
         raise _WrongFolderError(printable_line(f"DIR must be a folder that contains runs, but {folder} {found}"))
     return [summarise_run(run, now_s) for run in find_runs(folder, notes.append)]
+
+
+def _rank(run: "RunSummary", order: str) -> tuple[str, float]:
+    """Return what a run is sorted by; runs without the number come first, and those of other metrics by themselves."""
+    from loopfeed.engine.objective.best_metric import parse_metric
+
+    if order not in ("best", "last"):
+        found = {"changed": run.changed_s, "started": run.started_s, "duration": run.duration_s}[order]
+        return "", -math.inf if found is None else found
+    value = run.best_value if order == "best" else run.last_value
+    if value is None or run.best_metric is None:
+        return "", -math.inf
+    return run.best_metric, value if parse_metric(run.best_metric).is_larger_better else -value
 
 
 def _json(runs: "list[RunSummary]") -> str:

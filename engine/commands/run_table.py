@@ -66,8 +66,10 @@ def differing_settings(runs: Sequence[RunSummary]) -> list[str]:
 def setting_of(run: RunSummary, name: str) -> Any:
     """Return the value of a setting that a run used: as recorded, else as derived from the data, else its default.
 
-    None if this version does not know the setting.
+    None if this version does not know the setting. The model is the one that was trained, of your own too.
     """
+    if name == "model" and "model" in run.resolved:
+        return run.resolved["model"]
     value = run.settings.get(name, SETTINGS[name].default if name in SETTINGS else None)
     if value is not None:
         return value

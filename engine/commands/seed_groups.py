@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from loopfeed.engine.commands.run_table import comparable_setting, setting_of
 from loopfeed.engine.config import SETTINGS
+from loopfeed.engine.named_parts import OWN_FUNCTIONS, USER_SOURCES
 from loopfeed.engine.objective.best_metric import parse_metric
 from loopfeed.engine.records.run_summary import RunSummary
 from loopfeed.engine.settings import Owner
@@ -58,7 +59,8 @@ def group_by_seed(runs: Sequence[RunSummary]) -> list[SeedGroup]:
     for index, run in enumerate(runs):
         if run.state == "done" and run.settings:
             key = tuple(comparable_setting(setting_of(run, name)) for name in [*names, *unknown])
-            found.setdefault((*key, str(run.resolved.get("user_parts")), run.best_metric), []).append(index)
+            own = (str(run.resolved.get(each)) for each in (OWN_FUNCTIONS, USER_SOURCES))
+            found.setdefault((*key, *own, run.best_metric), []).append(index)
     groups = []
     for members in found.values():
         seeds = {comparable_setting(setting_of(runs[index], _SEED)) for index in members}

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loopfeed.engine.config import COUNTED_IN_EPOCHS, OWN_BATCHES, SETTINGS, TrainConfig, epochs_in
-from loopfeed.engine.named_parts import NAMED_PARTS, OWN_PARTS
+from loopfeed.engine.named_parts import NAMED_PARTS, OWN_FUNCTIONS, OWN_PARTS
 from loopfeed.engine.owners import OF_A_RECIPE, OF_A_RECORD_AS_RECIPE, OF_A_USER, STORAGE, recorded_settings
 from loopfeed.engine.settings import ConfigError, SettingError, suggest_setting
 from loopfeed.models.names import MODEL_NAMES
@@ -171,7 +171,7 @@ def _recorded_recipe(path: Path) -> LoadedRecipe:
             (_NEEDS_OWN_PART.format(part="evaluation images"),),
         )
     for name, part in OWN_PARTS.items():
-        if any(name in recorded.resolved.get(key, ()) for key in ("own_parts", NAMED_PARTS)):
+        if any(name in recorded.resolved.get(key, ()) for key in (OWN_FUNCTIONS, NAMED_PARTS)):
             raise RecipeError(str(path), (_NEEDS_OWN_PART.format(part=part.label.removeprefix("a ")),))
     if recorded.config.cycle_start_steps:
         raise RecipeError(

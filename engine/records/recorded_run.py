@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from loopfeed.engine.config import OWN_BATCHES, SETTINGS, TrainConfig
-from loopfeed.engine.named_parts import recorded_named_parts
+from loopfeed.engine.named_parts import OWN_FUNCTIONS, recorded_named_parts
 from loopfeed.engine.owners import OF_A_USER, STORAGE, describe_replaced, take_recorded
 from loopfeed.engine.records.control_log import CONTROL_LOG_NAME
 from loopfeed.engine.records.digests import SEAL, is_as_sealed, json_digest
@@ -308,5 +308,5 @@ def _unreadable(path: Path, error: Exception) -> ValueError:
 def recorded_user_parts(recorded: Mapping[str, Any]) -> tuple[str, ...]:
     """Return which parts, such as "model", were user-defined, according to what `config.json` records."""
     is_own = {"model": recorded.get("model") not in MODEL_NAMES, "batches": recorded.get("data") == OWN_BATCHES}
-    own = (*(name for name, is_so in is_own.items() if is_so), *recorded.get("own_parts", {}))
+    own = (*(name for name, is_so in is_own.items() if is_so), *recorded.get(OWN_FUNCTIONS, {}))
     return tuple(dict.fromkeys((*own, *recorded_named_parts(recorded))))

@@ -48,6 +48,7 @@ class RunSummary:
         best_value, best_step: this number of the best evaluation, and its step.
         last_value: this number of the newest evaluation.
         evaluation: the newest evaluation.
+        started_s: when its first launch began, in seconds since the Unix epoch.
         duration_s: seconds that its launches have lasted together, compilation included.
         changed_s: when a file of the run last changed, in seconds since the Unix epoch.
         result: the content of `result.json`, empty while the run continues.
@@ -68,6 +69,7 @@ class RunSummary:
     best_step: int | None = None
     last_value: float | None = None
     evaluation: EvaluationRecord | None = None
+    started_s: float | None = None
     duration_s: float | None = None
     changed_s: float | None = None
     result: dict[str, Any] = field(default_factory=dict)
@@ -145,6 +147,7 @@ def _summarise(folder: Path, now_s: float, name: str, changed_s: float | None) -
         loss=float(rows.loss[-1]) if len(rows) and math.isfinite(rows.loss[-1]) else None,
         images_per_s=speeds[len(speeds) // 2] if speeds else None,
         evaluation=evaluations[-1] if evaluations else None,
+        started_s=_started_s(runtime),
         duration_s=_duration_s(runtime),
         changed_s=changed_s,
         result={} if end is None else _read_object(folder / RESULT),
@@ -201,6 +204,11 @@ def _runtime_in_short(recorded: dict[str, Any]) -> dict[str, Any]:
 def _launches(runtime: dict[str, Any]) -> list[dict[str, Any]]:
     launches = runtime.get("launches")
     return list(map(_object, launches)) if isinstance(launches, list) else []
+
+
+def _started_s(runtime: dict[str, Any]) -> float | None:
+    started = [launch.get("started") for launch in _launches(runtime)[:1]]
+    return float(started[0]) if started and isinstance(started[0], int | float) else None
 
 
 def _duration_s(runtime: dict[str, Any]) -> float | None:

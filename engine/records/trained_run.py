@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from loopfeed.engine.config import TrainConfig
+from loopfeed.engine.named_parts import OWN_FUNCTIONS
 from loopfeed.engine.owners import STORAGE, with_given
 from loopfeed.engine.records.folder_lock import is_locked
 from loopfeed.engine.records.folder_state import check_config_digest
@@ -69,7 +70,7 @@ class TrainedRun:
     @property
     def user_parts(self) -> Mapping[str, Any]:
         """The names of the user-defined functions that it trained with, by part."""
-        found: Mapping[str, Any] = self.record.resolved.get("own_parts", {})
+        found: Mapping[str, Any] = self.record.resolved.get(OWN_FUNCTIONS, {})
         return found
 
 

@@ -14,9 +14,16 @@ import jax
 from loopfeed.engine.config import SETTINGS, TrainConfig, describe_value
 from loopfeed.engine.data.drawn_images import DRAWN_BY
 from loopfeed.engine.data.open_data import RunData
-from loopfeed.engine.named_parts import NAME_FORM, OWN_PARTS, options_of, recorded_named_parts
+from loopfeed.engine.named_parts import (
+    NAME_FORM,
+    OWN_FUNCTIONS,
+    OWN_PARTS,
+    USER_SOURCES,
+    options_of,
+    recorded_named_parts,
+)
 from loopfeed.engine.owners import names_table, with_absolute_paths
-from loopfeed.engine.parts import USER_SOURCES, UserParts, is_same_part
+from loopfeed.engine.parts import UserParts, is_same_part
 from loopfeed.engine.processes import exchange
 from loopfeed.engine.records.machine import MACHINE, ThreadRule, Topology, describe_machine
 from loopfeed.engine.records.recorded_run import RecordedRun, recorded_user_parts
@@ -38,11 +45,10 @@ HOST_SETTINGS = frozenset(
 )
 """Settings that a resume may change because they concern only the host, or record where another setting came from."""
 
-_USER_PARTS = "own_parts"
 _ANOTHER_RUN = "start another run from the weights of this one (--init-from RUN with another --run-dir)"
 _KEPT_PROPERTIES = (
     *("model", "num_classes", "height", "width", "mean", "std", "eval_manifest_sha256", "num_eval_batches"),
-    *("labels", _USER_PARTS),
+    *("labels", OWN_FUNCTIONS),
 )
 
 
@@ -237,7 +243,7 @@ def check_data(resolved: Mapping[str, Any], data: RunData, recorded: RecordedRun
     check_digests(now, recorded.resolved)
     for name in _KEPT_PROPERTIES:
         if now.get(name) != recorded.resolved.get(name) and not (
-            name == _USER_PARTS and _have_same_parts(recorded.resolved, now)
+            name == OWN_FUNCTIONS and _have_same_parts(recorded.resolved, now)
         ):
             raise ValueError(
                 f"a resumed or replayed run must keep its {name}, which was {recorded.resolved.get(name)!r}, got "
@@ -247,7 +253,7 @@ def check_data(resolved: Mapping[str, Any], data: RunData, recorded: RecordedRun
 
 def _have_same_parts(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     """Return whether two records have the same user-defined functions, by their names or else by their sources."""
-    names, sources = (tuple(each.get(key, {}) for each in (before, now)) for key in (_USER_PARTS, USER_SOURCES))
+    names, sources = (tuple(each.get(key, {}) for each in (before, now)) for key in (OWN_FUNCTIONS, USER_SOURCES))
 
     def is_same(part: str) -> bool:
         was, found = (each[part] for each in names)

@@ -14,9 +14,9 @@ from loopfeed.engine.crossing.devices import Placement
 from loopfeed.engine.data.dataset import DATA_LOCATION
 from loopfeed.engine.data.open_data import RunData, mixes_pairs
 from loopfeed.engine.feed.batches import image_shape, label_form_of, whole_of
-from loopfeed.engine.named_parts import record_named
+from loopfeed.engine.named_parts import OWN_FUNCTIONS, USER_SOURCES, record_named
 from loopfeed.engine.owners import absolute_location
-from loopfeed.engine.parts import USER_SOURCES, UserParts, name_of
+from loopfeed.engine.parts import UserParts, name_of
 from loopfeed.engine.patterns import parse_freeze
 from loopfeed.engine.processes import this_process
 from loopfeed.engine.program.kernels import describe_kernels, record_kernels
@@ -191,7 +191,7 @@ def resolved_of(run: Run) -> dict[str, Any]:
         "num_eval_batches": data.evaluation.num_batches if data.evaluation else 0,
         **data.digests,
         **({} if (form := label_form_of(data.source)) is None else {"labels": form.describe()}),
-        **({"own_parts": own} if own else {}),
+        **({OWN_FUNCTIONS: own} if own else {}),
         **({USER_SOURCES: sources} if (sources := parts.sources()) else {}),
         **record_named(parts.named),
     }
