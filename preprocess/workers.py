@@ -119,7 +119,8 @@ class Worker[T]:
                     report = type(error), error, error.__traceback__, thread
                     threading.excepthook(threading.ExceptHookArgs(report))
         finally:
-            # Before anyone learns of its end, so that the next call of this name is made by this thread.
+            # Before anyone learns of the end: what the call left is gone, and the next of this name gets this thread.
+            _forget_thread_locals()
             _spare_threads().give_back(thread)
             self._has_ended.set()
 
@@ -177,18 +178,15 @@ class _SpareThread(threading.Thread):
 
     def run(self) -> None:
         while (call := self.calls.get()) is not None:
-            # As on a new thread: with neither the context variables nor the `threading.local` values of earlier calls,
-            # which may be a user's open files.
-            Context().run(call)
+            Context().run(call)  # as on a new thread, without the context variables of earlier calls
             del call  # what it refers to, such as the memory of a program
-            _forget_thread_locals()
 
 
 _address_of_thread_locals = ctypes.PYFUNCTYPE(ctypes.c_void_p)(("PyThreadState_GetDict", ctypes.pythonapi))
 
 
 def _forget_thread_locals() -> None:
-    """Drop the values of all `threading.local` objects in this thread, as its end would."""
+    """Drop the values of all `threading.local` objects in this thread, as its end would: a user's may be open files."""
     if address := _address_of_thread_locals():
         ctypes.cast(address, ctypes.py_object).value.clear()
 

@@ -32,6 +32,7 @@ from loopfeed.engine.runtime.report import describe_runtime
 from loopfeed.engine.runtime.runtime_file import decode_runtime
 from loopfeed.engine.runtime.verdict import Circumstances, judge
 from loopfeed.engine.spans import Times
+from loopfeed.preprocess.workers import Worker
 from tests.toy import toy_config
 
 LAUNCH = LaunchRuntime(
@@ -295,7 +296,7 @@ def test_a_stall_is_reported_even_if_nobody_can_say_why():
     assert "Thread MainThread (" in watched.kept[0]
 
 
-def test_the_stacks_of_all_threads_are_named():
+def test_the_stacks_of_all_threads_but_those_that_wait_for_work_are_named():
     reached, ended = threading.Event(), threading.Event()
 
     def wait_in_a_function_of_this_name():
@@ -305,12 +306,14 @@ def test_the_stacks_of_all_threads_are_named():
     thread = threading.Thread(target=wait_in_a_function_of_this_name, name="the-one-that-waits")
     thread.start()
     assert reached.wait(10)
+    Worker(int, "ended").start().result(10)
     text = describe_threads()
     ended.set()
     thread.join(10)
     assert "Thread the-one-that-waits (" in text
     assert "wait_in_a_function_of_this_name" in text
     assert "Thread MainThread (" in text
+    assert "spare" not in text
 
 
 class Recorded(Watched):

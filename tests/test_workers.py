@@ -13,7 +13,6 @@ import pytest
 
 from loopfeed.preprocess import workers
 from loopfeed.preprocess.workers import Pool, Worker, call_within, wait_for
-from tests.waiting import wait_until
 
 LIMIT_S = 30.0
 SHORT_S = 0.05
@@ -143,18 +142,19 @@ def test_stuck_workers_keep_no_process_and_a_forked_one_does_not_wait_for_them()
 
 POOL_IN_A_FORK = """
 import os
-from loopfeed.preprocess.workers import Pool
+from loopfeed.preprocess.workers import Pool, Worker
 pool = Pool(1, "pool")
 assert pool.submit(int, "3").result(9) == 3
+assert Worker(lambda: 3, "ended").start().result(9) == 3
 if os.fork() == 0:
-    os._exit(pool.submit(int, "4").result(9))
+    os._exit(pool.submit(int, "4").result(9) * Worker(lambda: 3, "ended").start().result(9))
 print(os.waitstatus_to_exitcode(os.wait()[1]))
 """
 
 
-def test_a_forked_process_has_threads_of_its_own_in_a_pool():
+def test_a_forked_process_has_threads_of_its_own():
     done = subprocess.run([sys.executable, "-c", POOL_IN_A_FORK], capture_output=True, text=True, timeout=60)
-    assert done.stdout == "4\n", done.stderr
+    assert done.stdout == "12\n", done.stderr
 
 
 def test_a_pool_makes_all_calls_and_maps_in_order():
@@ -250,7 +250,7 @@ def test_a_call_finds_neither_context_variables_nor_thread_locals_of_the_call_be
     watched: list[weakref.ref[threading.Event]] = []
     before, after = (Worker(call, "forgets").start().result(LIMIT_S) for _ in range(2))
     assert before == after == (0, None, before[2])
-    wait_until(lambda: [each() for each in watched] == [None, None])
+    assert [each() for each in watched] == [None, None]
 
 
 def test_no_more_than_so_many_threads_are_kept(monkeypatch):
