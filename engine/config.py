@@ -8,7 +8,7 @@ replaces settings that are None (model, image size, classes) once the data are o
 import dataclasses
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, Self
@@ -24,6 +24,7 @@ from loopfeed.engine.settings import (
     Setting,
     SettingError,
     TakesEffect,
+    UnknownSettingError,
     attributes_section,
     check_local_paths,
     check_writable_location,
@@ -33,10 +34,11 @@ from loopfeed.engine.settings import (
     table_of,
     unknown_setting,
 )
-from loopfeed.engine.stages import Stage, StageRanges, Stages
+from loopfeed.engine.stages import UNTIL, Stage, StageRanges, Stages
 from loopfeed.models.names import MODEL_NAMES
 from loopfeed.preprocess.storage_options import STORAGE_OPTIONS, StorageOptionError, check_no_user
 from loopfeed.preprocess.storage_options import parse_text as parse_storage_options
+from loopfeed.preprocess.suggestions import did_you_mean
 
 __all__ = ["ConfigError", "SettingError", "TrainConfig"]
 
@@ -853,17 +855,26 @@ def check_stages(config: TrainConfig, check: Callable[[TrainConfig], object]) ->
             raise stage_error(number, config, error) from error
 
 
+def _check_stage_names(names: Iterable[str]) -> None:
+    """Raise SettingError for a name that is not that of a setting of a stage."""
+    for name in names:
+        if name in SETTINGS and name not in STAGED:
+            rule = "{name} belongs to the whole run, not to a stage: a stage may have {staged}"
+            raise SettingError("stages", rule, name=name, staged=", ".join(STAGED))
+        if name not in STAGED:
+            near = did_you_mean(name, [UNTIL]) or suggest_setting(name, STAGED.values()) or ": remove it"
+            raise UnknownSettingError("stages", "a stage has no setting {name!r}{near}", name=name, near=near)
+
+
+Stage.check_names = staticmethod(_check_stage_names)
+
+
 def _of_stage(config: TrainConfig, number: int, stage: Stage) -> TrainConfig:
-    """Return the settings of a stage; raise SettingError for a setting that it must not or cannot have."""
+    """Return the settings of a stage; raise SettingError for one that it cannot have."""
 
     def error(fault: object) -> SettingError:
         return stage_error(number, config, fault)
 
-    for name in stage.settings:
-        if name not in SETTINGS:
-            raise error(f"a stage has no setting {name!r}{suggest_setting(name, STAGED.values()) or ': remove it'}")
-        if name not in STAGED:
-            raise error(f"{name} belongs to the whole run, not to a stage: a stage may have {', '.join(STAGED)}")
     details = {
         detail: SETTINGS[detail].default
         for name in stage.settings.keys() & _DETAILS.keys()

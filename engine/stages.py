@@ -7,9 +7,9 @@ Owns the form of a stage and the map between steps and images where stages chang
 import numbers
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import ceil
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 from loopfeed.engine.settings import SettingError, is_number
 from loopfeed.preprocess.quantities import quantity
@@ -33,12 +33,19 @@ class Stage:
     Attributes:
         until_step: the step at which it ends, None until it is known.
 
+    Raises:
+        SettingError: a stage has no setting of such a name.
+
     Example:
         >>> Stage(until="6e", image_size=128)
         Stage(until='6e', image_size=128)
     """
 
+    check_names: ClassVar[Callable[[Iterable[str]], None]]
+    """Raise SettingError for a name that no stage has; from `loopfeed.engine.config`, which builds on this module."""
+
     def __init__(self, /, *, until: int | str | None = None, until_step: int | None = None, **settings: Any) -> None:
+        type(self).check_names(settings)
         self._until, self._until_step, self._settings = until, until_step, tuple(settings.items())
 
     @property
@@ -100,7 +107,7 @@ class Stages(tuple[Stage, ...]):
             )
         if len(given) > _MOST_STAGES:
             raise _error(f"must be at most {_MOST_STAGES} stages, got {{found}}: give fewer", len(given))
-        stages = cls(each if isinstance(each, Stage) else Stage(**_named(each)) for each in given)
+        stages = cls(_stage_of(each, f"stage {number} of {len(given)}") for number, each in enumerate(given, 1))
         for number, each in enumerate(stages, 1):
             stages._check_end(number, each)
         return stages
@@ -134,10 +141,15 @@ class Stages(tuple[Stage, ...]):
             )
 
 
-def _named(table: Mapping[Any, Any]) -> dict[str, Any]:
-    if faults := [name for name in table if not isinstance(name, str)]:
+def _stage_of(given: Stage | Mapping[Any, Any], which: str) -> Stage:
+    if isinstance(given, Stage):
+        return given
+    if faults := [name for name in given if not isinstance(name, str)]:
         raise _error("must be given by the names of settings, got {found!r}", faults[0])
-    return dict(table)
+    try:
+        return Stage(**given)
+    except SettingError as fault:
+        raise SettingError("stages", "{setting}, {which}: {fault}", which=which, fault=fault) from None
 
 
 def _error(rule: str, found: Any) -> SettingError:

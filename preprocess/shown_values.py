@@ -9,7 +9,8 @@ _MOST_LETTERS = 200
 def shown(value: Any) -> Any:
     """Return a value as a message can show it: a long integer, an array or any long object by what it is.
 
-    Python does not convert integers of many digits to text, and the text of an array fills a page. Strings stay whole.
+    Python does not convert integers of many digits to text, and the text of an array fills a page. Strings and
+    messages of errors stay whole.
     """
     if isinstance(value, int) and value.bit_length() > _MOST_BITS:
         return _Described(f"an integer of {value.bit_length():,} bits")
@@ -18,7 +19,7 @@ def shown(value: Any) -> Any:
     if type(value) in (dict, list, tuple):
         kept = _inside(value)
         return kept if len(repr(kept)) <= _MOST_LETTERS else _shortened(repr(kept))
-    if value is None or isinstance(value, str | bool | int | float):
+    if value is None or isinstance(value, str | bool | int | float | BaseException):
         return value
     return value if len(text := repr(value)) <= _MOST_LETTERS and "\n" not in text else _shortened(text)
 

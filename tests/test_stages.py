@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -274,8 +275,7 @@ def test_epochs_are_counted_in_images():
         ({"stages": [Stage(), Stage()]}, "stage 1 of 2: only the last stage may leave out where it ends"),
         ({"stages": [Stage(until="0e"), Stage()]}, "until must be a number of steps above 0, or of epochs"),
         ({"stages": [Stage(until=True), Stage()]}, "until must be a number of steps above 0"),
-        ({"stages": [Stage(until=4, stepss=3), Stage()]}, "a stage has no setting 'stepss'"),
-        ({"stages": [Stage(until=4, steps=3), Stage()]}, "steps belongs to the whole run, not to a stage"),
+        ({"stages": [{"until": 4}, {"steps": 3}]}, "stages, stage 2 of 2: steps belongs to the whole run, not to a"),
         ({"stages": [Stage(until=4, batch=0), Stage()]}, "stage 1 of 2: batch must lie in 1"),
         ({"stages": [Stage(until=4), Stage(until=4), Stage()]}, r"stage 2: until must be more than .* 4 steps, got 4"),
         ({"stages": [Stage(until=12), Stage()]}, "stage 1 must end before the run, at step 12, got step 12"),
@@ -295,6 +295,20 @@ def test_epochs_are_counted_in_images():
 def test_stages_that_cannot_be_trained_are_refused(data, values, fault):
     with pytest.raises(SettingError, match=fault):
         train(config_of(data, **values), model=Pooled())
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("until_stesp", "a stage has no setting 'until_stesp': did you mean until?"),
+        ("stepss", "a stage has no setting 'stepss': remove it"),
+        ("lr", "a stage has no setting 'lr': did you mean learning_rate?"),
+        ("steps", "steps belongs to the whole run, not to a stage: a stage may have batch, "),
+    ],
+)
+def test_a_stage_refuses_other_settings_when_it_is_made(name, fault):
+    with pytest.raises(SettingError, match=re.escape(fault)):
+        Stage(**{name: 3})
 
 
 class Flat(Pooled):
