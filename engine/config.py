@@ -213,6 +213,7 @@ class TrainConfig:
         "Weights to start from: a safetensors file, a PyTorch state dict, a run, or hf-hub:timm/NAME.",
         unit="FILE|URL", default_text="drawn from the seed", completion="file",
         also_called=("weights",),
+        for_objects="a file, as safetensors.numpy.save_file writes one",
     )
     precision: PrecisionName = setting(
         "float32", TRAINING, _PROGRAM, _KEPT,

@@ -261,7 +261,7 @@ class _Spelling(NamedTuple):
     value: str | None  # that of a switch, None of an option that takes one
 
 
-_OPTION = re.compile(r"(?<![\w-])--([a-z][a-z0-9-]*)(?: (?=[A-Z]+\b|\d|off\b|/|s3:))?")
+_OPTION = re.compile(r"(?<![\w-])--([a-z][a-z0-9-]*)(?: (?=[A-Z]+\b|\d|off\b|[\w.~-]*/|s3:))?")
 _AGAIN = re.compile(r"run-train --recipe (\S+)/config\.json --run-dir \1 --overwrite\b")
 _RESUME_OF = re.compile(r"run-train --run-dir (\S+) --resume\b")
 _RESUME = re.compile(r"run-train --resume\b")

@@ -41,8 +41,8 @@ _OTHER_NAMES = {
 """What other programs call a choice of ours, in lower case and without separators."""
 
 WEIGHTS_BY_NAME = (
-    "Weights are taken by name from the Hugging Face hub, with the extra hub: run-train --init-from "
-    "hf-hub:timm/resnet18.a1_in1k --model resnet18 (in Python init_from=…), or from a file or a run in the same way."
+    "Weights are taken by name from the Hugging Face hub, with the extra hub: `run-train --init-from "
+    "hf-hub:timm/resnet18.a1_in1k --model resnet18` (in Python init_from=…), or from a file or a run in the same way."
 )
 """The answer to whoever asks for pretrained weights as other programs have them."""
 _ABOUT_WEIGHTS = re.compile(

@@ -205,7 +205,7 @@ def test_a_resume_names_the_options_that_it_cannot_take():
     assert "differ: batch was 4, got 8; chunk_batches was 2, got None. Restore" in str(raised.value)
     words = raised.value.render(option_names(run_train.make_context("run-train", [])))
     assert "differ: --batch was 4, got 8; --chunk was 2, got None. Restore" in words
-    assert "or begin another from its weights: --init-from " in words
+    assert "or begin another from its weights: --init-from=RUN" in words
     assert words.endswith(" with another --run-dir")
 
 

@@ -347,6 +347,7 @@ def test_a_photograph_that_never_comes_ends_the_wait(place, monkeypatch):
     never = threading.Event()
     monkeypatch.setattr(PhotographDecoder, "decode", lambda *_: never.wait(60))
     predictor = Predictor(folder / "run", settings={"infeed_timeout_s": 0.1})
+    assert repr(predictor).startswith(f"Predictor('{folder / 'run'}', ")
     with pytest.raises(FeederError, match=r"was not read and decoded within 0\.1 s: check where it is stored"):
         predictor.predict(folder / "photos" / names[0])
     never.set()

@@ -15,6 +15,7 @@ from loopfeed import TrainConfig, train
 from loopfeed.engine.config import SETTINGS
 from loopfeed.engine.python_calls import called_from_python, in_python_words
 from loopfeed.engine.run.interrupted import train_interruptibly
+from loopfeed.preprocess.suggestions import WEIGHTS_BY_NAME
 from tests.toy import CountedBatches, Linear, toy_batch, toy_config
 
 
@@ -205,6 +206,8 @@ def test_a_folder_that_is_taken_is_refused_in_the_words_of_python(tmp_path):
     [
         ("continue it (--resume), not --overwrite", "continue it (resume=True), not overwrite=True"),
         ("give --data DIR, or --eval-split off", "give data=DIR, or eval_split=off"),
+        ("give --init-from runs/a or --data ../packed", "give init_from=runs/a or data=../packed"),
+        (WEIGHTS_BY_NAME, WEIGHTS_BY_NAME),
         ("set --learning-rate; --no-eval-mirror", "set learning_rate; eval_mirror=False"),
         (
             "again: run-train --recipe a/config.json --run-dir a --overwrite",

@@ -109,6 +109,10 @@ class Predictor:
         self._pool = Pool(opened.config.reader_threads or 1, "photographs")
         weakref.finalize(self, self._pool.close).atexit = False  # its threads end with this object
 
+    def __repr__(self) -> str:
+        """Return the weights and the number of their named classes."""
+        return f"Predictor({self._opened.path!r}, {len(self.classes)} classes)"
+
     def warm_up(self, *num_images: int) -> None:
         """Compile the programs for photographs in batches of these sizes, or of one photograph if none is given."""
         for count in num_images or (1,):

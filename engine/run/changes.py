@@ -67,7 +67,7 @@ def check_settings(config: TrainConfig, recorded: TrainConfig) -> None:
         raise SettingError(
             changed[0][0],
             "a resumed run must keep the settings that determine its program, order and data, but some differ: "
-            f"{changes}. Restore their values, or begin another from its weights: {{init_from}} {{run}} "
+            f"{changes}. Restore their values, or begin another from its weights: {{init_from}}={{run}} "
             "with another {run_dir}",
             run=shlex.quote(str(config.run_dir or "RUN")),
             **found,
