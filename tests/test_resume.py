@@ -577,7 +577,14 @@ def test_a_top1_that_is_reached_ends_the_run_and_a_resumed_one_at_once(tmp_path)
     assert result.evaluations[-1].top1 >= 0.9
     assert all(record.top1 < 0.9 for record in result.evaluations[:-1])
     assert result.steps_done == result.evaluations[-1].step < 100
-    again = run(tmp_path, stop_at_top1=0.9, steps=100, resume=True, **values)
+    said: list[str] = []
+    config = toy_config(steps=100, run_dir=tmp_path, **(EVERYTHING | values), stop_at_top1=0.9, resume=True)
+    again = train(config, model=Linear(), batches=toy_batch, evaluation=EVALUATED, notify=said.append)
+    (complete,) = (
+        number for number, each in enumerate(said) if each.startswith("the run is already complete, with a top")
+    )
+    assert "give a larger stop_at_top1 to train further" in said[complete]
+    assert complete < next(number for number, each in enumerate(said) if each.startswith("compil"))
     assert (again.stopped_by, again.steps_done, again.losses.size) == ("top1", result.steps_done, 0)
     further = run(tmp_path, steps=result.steps_done + 2, resume=True, **values)
     assert (further.stopped_by, further.losses.size) == ("steps", 2)

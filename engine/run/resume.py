@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import jax
+import numpy as np
 
 from loopfeed.engine.config import SETTINGS, TrainConfig
 from loopfeed.engine.control.request import ControlEvent, factor_before
@@ -256,18 +257,33 @@ def unchecked_notice(recorded: RecordedRun, start: Resume) -> str | None:
     return f"{which} has no digests of its files, so changes to them cannot be detected"
 
 
-def ended_notice(config: TrainConfig, start: Resume) -> str | None:
-    """Return a message if `stop_patience` has ended the run that is resumed, and ends it again at once."""
-    worse = None if start.snapshot is None else start.snapshot.leaves.get("patience.num_worse")
-    # Anything but a number is refused when the state is restored.
-    if worse is None or worse.shape or worse.dtype.kind != "i":
+def complete_notice(config: TrainConfig, start: Resume) -> str | None:
+    """Return a message if the run that is resumed is complete, so that there is nothing to train; None if it is not."""
+    if start.snapshot is None:
         return None
-    if config.stop_patience is None or int(worse) < config.stop_patience:
-        return None
-    return (
-        f"the run has ended, with {quantity(int(worse), 'evaluation')} in a row that were not better; give a larger "
-        "--stop-patience to train further"
-    )
+    top1, worse = (_number_in(start.snapshot, name) for name in ("top1", "patience.num_worse"))
+    if config.stop_at_top1 is not None and top1 >= np.float32(config.stop_at_top1):
+        return (
+            f"the run is already complete, with a top-1 of {100 * top1:.2f} %; give a larger --stop-at-top1 to train "
+            "further"
+        )
+    if start.step >= config.steps and not _number_in(start.snapshot, "owes_evaluation"):
+        return (
+            f"the run is already complete, with {quantity(config.steps, 'step')}; give a larger --steps, or append a "
+            "cycle of the schedule (--append-epochs), to train further"
+        )
+    if config.stop_patience is not None and worse >= config.stop_patience:
+        return (
+            f"the run is already complete, with {quantity(int(worse), 'evaluation')} in a row that were not better; "
+            "give a larger --stop-patience to train further"
+        )
+    return None
+
+
+def _number_in(snapshot: "Snapshot", name: str) -> float:
+    """Return a number of the state, 0 if there is none: anything else is refused when the state is restored."""
+    found = snapshot.leaves.get(name)
+    return float(found) if found is not None and not found.shape and found.dtype.kind in "bif" else 0.0
 
 
 def rewind_run(folder: RunFolder, start: Resume, cuts: Mapping[Path, RunningDigest]) -> None:

@@ -50,14 +50,13 @@ from loopfeed.engine.run.notebook import ending_display, notebook_display
 from loopfeed.engine.run.recorder import Recorder
 from loopfeed.engine.run.resolve import check_arguments, check_best_metrics, settle_stop_metric, warn_of_settings
 from loopfeed.engine.run.result import TrainResult, result_of
-from loopfeed.engine.run.resume import Resume, describe_factor, ended_notice, resume_run, unchecked_notice
+from loopfeed.engine.run.resume import Resume, complete_notice, describe_factor, resume_run, unchecked_notice
 from loopfeed.engine.run.run import Run
 from loopfeed.engine.run.run_place import check_has_folder, naming_run, open_place
 from loopfeed.engine.runtime.record import LaunchState
 from loopfeed.engine.stream.function_sink import RecordFunction, as_sinks
 from loopfeed.engine.stream.notices import outliving_display
 from loopfeed.engine.stream.sinks import RunDescription, Sink
-from loopfeed.preprocess.quantities import quantity
 from loopfeed.preprocess.system_errors import error_text
 
 
@@ -302,14 +301,8 @@ def _settle_steps(run: Run, *, is_dry: bool) -> tuple[TrainConfig, str | None]:
         warn_of_settings(config, data, notify, has_user_loss=run.parts.loss is not None)
     else:
         check_steps(config, recorded.config, start.step)
-        if start.snapshot and start.step >= config.steps:
-            notify(
-                f"the run is already complete, with {quantity(config.steps, 'step')}; give a larger --steps, or "
-                "append a cycle of the schedule (--append-epochs), to train further"
-            )
-        for message in filter(
-            None, (ended_notice(config, start), versions_warning(recorded), unchecked_notice(recorded, start))
-        ):
+        complete = complete_notice(config, start)
+        for message in filter(None, (complete, versions_warning(recorded), unchecked_notice(recorded, start))):
             notify(message)
     check_best_metrics(config, run.parts, data)
     return config, describe_cadence(config, given, num_images, is_evaluated=is_evaluated, has_folder=has_folder)
