@@ -167,7 +167,7 @@ class TrainConfig:
         default_text=f"an epoch, or as many epochs as give {MOST_EVALUATIONS} evaluations",
         details="There is always an evaluation at the end, and only that by default if there is no {run_dir}, or if "
         "the training images are endless, such as user-defined batches.",
-        also_called=("val_interval", "val_every", "check_val_every_n_epoch"),
+        also_called=("eval", "evaluate", "val_interval", "val_every", "check_val_every_n_epoch"),
     )
     eval_every_epochs: float | None = _in_epochs("evaluations", "eval_every_steps", TRAINING)
     eval_mirror: bool = setting(

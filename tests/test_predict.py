@@ -172,6 +172,7 @@ def test_names_of_classes_are_neither_formulas_nor_escapes_in_csv():
     [
         (["run", "nowhere"], "IMAGES must be files and folders, but nowhere does not exist"),
         (["run", "run/snapshots"], "IMAGES must contain images"),
+        (["run", "data"], "data is a pack, which `run-eval RUN --data data` evaluates"),
         (["nowhere", "photos"], "weights must be a file, but nowhere does not exist: check the path"),
         (["run", "photos", "--json", "--csv"], "only one of --json and --csv can be given"),
         (["run", "photos", "--csv", "--logits"], "--logits can be given only with --json"),

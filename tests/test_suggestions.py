@@ -11,6 +11,8 @@ import pytest
 from click.testing import CliRunner
 
 from loopfeed.engine.commands.cli import main as run_train
+from loopfeed.engine.commands.control_cli import main as control_run
+from loopfeed.engine.commands.eval_cli import main as run_eval
 from loopfeed.engine.commands.tail_cli import main as tail_run
 from loopfeed.engine.config import SETTINGS, TrainConfig
 from loopfeed.models.names import MODEL_NAMES
@@ -99,6 +101,13 @@ def test_names_of_other_trainers_lead_to_the_setting_and_say_what_it_takes():
     for given in ("--log-interval", "--logging-steps", "--print-freq"):
         for command in (run_train, tail_run):
             assert "Did you mean --log-every? Print a " in CliRunner().invoke(command, [given, "5"]).stderr
+    assert (
+        "Did you mean --learning-rate-factor? Multiply" in CliRunner().invoke(control_run, ["run", "--lr", "3"]).stderr
+    )
+    for command, others in ((run_train, ["packed"]), (run_eval, ["run", "packed"])):
+        refused = CliRunner().invoke(command, others)
+        assert refused.exit_code == 2
+        assert "extra argument (packed): a data set is given with its option, as --data DIR" in refused.stderr
     for given, setting in {
         "gpus": "devices",
         "early_stopping": "stop_patience",

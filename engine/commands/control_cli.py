@@ -20,7 +20,7 @@ from loopfeed.engine.records.folder_lock import is_locked
 from loopfeed.preprocess.commands.completion import complete_folder
 from loopfeed.preprocess.commands.grouped_help import GroupedCommand
 from loopfeed.preprocess.commands.guarded_output import show_only_on_stdout
-from loopfeed.preprocess.commands.suggesting import refuse_nan
+from loopfeed.preprocess.commands.suggesting import NamedElsewhere, refuse_nan
 from loopfeed.preprocess.printable import printable_line
 from loopfeed.preprocess.stop_signals import install, stop_signals, uninstall
 from loopfeed.preprocess.storage_options import is_url
@@ -67,7 +67,8 @@ def _checked_factor(_context: click.Context, parameter: click.Parameter, value: 
 @click.command(cls=GroupedCommand, option_groups=_GROUPS, epilog=_EPILOG)
 @click.argument("run", shell_complete=complete_folder)
 @click.option(
-    "--learning-rate-factor", type=float, metavar="FACTOR", callback=_checked_factor,
+    "--learning-rate-factor", cls=NamedElsewhere, also_called=("lr", "learning_rate"), type=float,
+    metavar="FACTOR", callback=_checked_factor,
     help="Multiply the scheduled learning rate by FACTOR from the next step on. This replaces any earlier "
     "factor; 1 restores the schedule.",
 )  # fmt: skip

@@ -5,7 +5,7 @@ Owns which files of a folder are photographs. Must not know: models, programs.
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from loopfeed.preprocess.decoding.memory_budget import file_budget, pixel_budget
 from loopfeed.preprocess.extents import Whole
 from loopfeed.preprocess.pixels import pack_rgb
 from loopfeed.preprocess.regular_file import read_regular
+from loopfeed.preprocess.shards.manifest import MANIFEST_KEY
 from loopfeed.preprocess.sources.array_images import encode_array
 from loopfeed.preprocess.sources.selection import IMAGE_SUFFIXES, is_image_name
 from loopfeed.preprocess.system_entries import count_ignored, describe_ignored, is_hidden
@@ -30,7 +31,7 @@ _ARRAY_MODES = ("L", "RGB", "RGBA", "I;16")
 _WIDE_MODES = ("I", "F")
 
 
-def list_photographs(paths: Iterable[str | os.PathLike[str]], notify: Callable[[str], None]) -> tuple[str, ...]:
+def list_photographs(paths: Collection[str | os.PathLike[str]], notify: Callable[[str], None]) -> tuple[str, ...]:
     """Return the files to classify: each given file, and the image files in each given folder and below it.
 
     A folder's files are sorted by path. Hidden files and those of systems and file servers, files whose suffix is not
@@ -46,7 +47,11 @@ def list_photographs(paths: Iterable[str | os.PathLike[str]], notify: Callable[[
             raise ValueError(f"IMAGES must be files and folders, but {path} does not exist: check the path")
         found += _files_below(path, notify) if Path(path).is_dir() else [path]
     if not found:
-        raise ValueError(f"IMAGES must contain images ({', '.join(sorted(IMAGE_SUFFIXES))}), but no file is one")
+        pack = next((path for path in map(Path, paths) if any(path.glob(f"*/{MANIFEST_KEY}"))), None)
+        remedy = "" if pack is None else f": {pack} is a pack, which `run-eval RUN --data {pack}` evaluates"
+        raise ValueError(
+            f"IMAGES must contain images ({', '.join(sorted(IMAGE_SUFFIXES))}), but no file is one{remedy}"
+        )
     return tuple(found)
 
 

@@ -97,12 +97,21 @@ class SuggestingCommand(click.Command):
         """Parse the arguments as click does, but if an option is unknown, suggest a similar one."""
         try:
             return super().parse_args(ctx, args)
-        except click.NoSuchOption as error:
+        except click.UsageError as error:
+            if type(error) is click.UsageError and (named := self._suggest_named(ctx)):
+                raise click.UsageError(f"{error.message}: {named}", ctx=ctx) from None
+            if not isinstance(error, click.NoSuchOption):
+                raise
             suggestion = self._suggest_option(ctx, error.option_name)
             # Without the argument `possibilities`, no version of click adds anything to the message.
             raise click.NoSuchOption(
                 error.option_name, f"No such option: {error.option_name}{'.' * bool(suggestion)}{suggestion}", ctx=ctx
             ) from None
+
+    def _suggest_named(self, ctx: click.Context) -> str:
+        """Return which option may be what was given without one, as other trainers take data sets; "" if none may."""
+        has_data = any("--data" in param.opts for param in self.get_params(ctx))
+        return "a data set is given with its option, as --data DIR" if has_data else ""
 
     def _suggest_option(self, ctx: click.Context, given: str) -> str:
         """Return what to give in the place of an unknown option, "" if nothing is near to its name without dashes."""
