@@ -17,6 +17,7 @@ from loopfeed.engine.commands.tail_cli import main as tail_run
 from loopfeed.engine.config import SETTINGS, TrainConfig
 from loopfeed.models.names import MODEL_NAMES
 from loopfeed.models.registry import find_network, model_names, networks
+from loopfeed.preprocess.commands.cli import main as preprocess_imagenet
 from loopfeed.preprocess.commands.suggesting import SuggestingCommand
 from loopfeed.preprocess.suggestions import did_you_mean, is_same_text, nearest
 
@@ -104,6 +105,10 @@ def test_names_of_other_trainers_lead_to_the_setting_and_say_what_it_takes():
     assert (
         "Did you mean --learning-rate-factor? Multiply" in CliRunner().invoke(control_run, ["run", "--lr", "3"]).stderr
     )
+    for given, option in {"--val-split": "--holdout", "--image-size": "--size", "--num-workers": "--workers"}.items():
+        assert f"Did you mean {option}? " in CliRunner().invoke(preprocess_imagenet, [given, "5"]).stderr
+    refused = CliRunner().invoke(preprocess_imagenet, ["--size", "32x32"])
+    assert "'32x32' is neither a whole number nor auto." in refused.stderr
     for command, others in ((run_train, ["packed"]), (run_eval, ["run", "packed"])):
         refused = CliRunner().invoke(command, others)
         assert refused.exit_code == 2

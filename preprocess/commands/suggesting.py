@@ -34,6 +34,8 @@ class NumberOrWord(click.IntRange):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Return the number or the word."""
+        if isinstance(value, str) and value != self.word and not value.lstrip("+-").isdigit():
+            self.fail(f"{value!r} is neither a whole number nor {self.word}.", param, ctx)
         return value if value == self.word else super().convert(value, param, ctx)
 
 
