@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from loopfeed.engine.config import TrainConfig
+from loopfeed.engine.control.request import factor_before
 from loopfeed.engine.crossing.choice import wasted_steps_warning
 from loopfeed.engine.crossing.devices import Placement
 from loopfeed.engine.data.dataset import DATA_LOCATION
@@ -19,12 +20,15 @@ from loopfeed.engine.owners import absolute_location
 from loopfeed.engine.parts import UserParts, name_of
 from loopfeed.engine.patterns import parse_freeze
 from loopfeed.engine.processes import this_process
-from loopfeed.engine.program.kernels import describe_kernels, record_kernels
+from loopfeed.engine.program.kernels import changed_kernels_notice, describe_kernels, record_kernels
 from loopfeed.engine.program.train_state import TrainModel, name_of_model
 from loopfeed.engine.records.initial_weights import InitialWeights
-from loopfeed.engine.records.machine import MACHINE, Topology
-from loopfeed.engine.run.changes import check_data, machine_of
+from loopfeed.engine.records.machine import MACHINE, Topology, machine_warning
+from loopfeed.engine.records.recorded_run import RecordedRun
+from loopfeed.engine.run.changes import check_data, describe_changes, machine_of, thread_rule
+from loopfeed.engine.run.cycles import describe_rate_change
 from loopfeed.engine.run.infeeds import depth_of
+from loopfeed.engine.run.resume import describe_factor
 from loopfeed.engine.run.run import Run
 from loopfeed.engine.run.run_stages import describe_stages
 from loopfeed.engine.run.starting_weights import check_given_weights
@@ -212,6 +216,21 @@ def crossings_of(run: Run) -> dict[str, Any]:
         **record_kernels(run.config, run.place.platform),
         MACHINE: machine_of(run.team.devices[0]),
     }
+
+
+def describe_resume(run: Run, recorded: RecordedRun) -> Iterator[str | None]:
+    """Yield what differs in a resumed launch: settings, learning rate, kernels, machine and devices; None if equal."""
+    config, start, crossings, topology = run.config, run.start, crossings_of(run), topology_of(run)
+    yield describe_changes(config, recorded.config)
+    yield describe_factor(start)
+    yield describe_rate_change(config, recorded.config, start.step, factor_before(start.events, start.batch_index))
+    yield changed_kernels_notice(recorded.resolved, crossings)
+    threads = thread_rule(config, is_user_model=run.registry_name is None)
+    yield machine_warning(recorded.machines, crossings[MACHINE], threads)
+    if (before := Topology.from_json(recorded.resolved)) != topology:
+        norms_are_fixed = config.batch_norm_sync or config.batch_norm_group is not None
+        depends = "" if norms_are_fixed else "; batch norms average over the images of each device"
+        yield f"the run was on {before} and goes on with {topology}: the same images, other rounding{depends}"
 
 
 def rules_of_run(run: Run) -> dict[str, int]:

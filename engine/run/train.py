@@ -2,7 +2,7 @@
 
 `train` and the command go through all stages; `plan_run`, `check_step`, `show_batch` and `explain_program` go through
 those of `set_up_run`. `loopfeed.engine.run.run` has the parts, `loopfeed.engine.run.resume` what a resumed run reads,
-and `loopfeed.engine.run.recorder` what is written.
+`loopfeed.engine.run.listeners` who else is told, and `loopfeed.engine.run.recorder` what is written.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,20 +15,14 @@ from loopfeed.engine.compilation.cache_place import check_cache_places
 from loopfeed.engine.compilation.freed_memory import return_freed_memory
 from loopfeed.engine.config import TrainConfig
 from loopfeed.engine.control.board import ControlBoard
-from loopfeed.engine.control.request import factor_before
 from loopfeed.engine.crossing.choice import this_platform
 from loopfeed.engine.crossing.devices import Placement, settle_devices, split_processor
-from loopfeed.engine.loggers.choice import check_loggers, make_loggers, unused_cadences_warning
-from loopfeed.engine.loggers.event_command import EventCommand
+from loopfeed.engine.loggers.choice import check_loggers
 from loopfeed.engine.parts import PartArguments, UserParts, take_parts
-from loopfeed.engine.peers import is_of_runtime
 from loopfeed.engine.processes import exchange, this_process, wait_for_processes
-from loopfeed.engine.program.kernels import changed_kernels_notice, settle_kernels
+from loopfeed.engine.program.kernels import settle_kernels
 from loopfeed.engine.program.train_state import TrainState
 from loopfeed.engine.python_calls import in_python_words
-from loopfeed.engine.records.loss_log import end_words
-from loopfeed.engine.records.machine import MACHINE, Topology, machine_warning
-from loopfeed.engine.records.recorded_run import RecordedRun
 from loopfeed.engine.records.run_folder import RunFolder, check_folder
 from loopfeed.engine.run.background import BackgroundRun, check_is_alone
 from loopfeed.engine.run.callbacks import Callback, Callbacks, RunHandle, as_callbacks
@@ -36,28 +30,26 @@ from loopfeed.engine.run.changes import (
     check_manifest,
     check_same_everywhere,
     check_steps,
-    describe_changes,
-    thread_rule,
     versions_warning,
 )
 from loopfeed.engine.run.compiling import DryRun, compiling, plan_program, prepare, trace_program, warn_of_memory
-from loopfeed.engine.run.cycles import append_cycle, check_cycle, describe_rate_change
-from loopfeed.engine.run.descriptions import check_is_as_recorded, crossings_of, describe_run, resolved_of, topology_of
+from loopfeed.engine.run.cycles import append_cycle, check_cycle
+from loopfeed.engine.run.descriptions import check_is_as_recorded, describe_resume, describe_run
 from loopfeed.engine.run.epochs import describe_cadence, settle_epochs, settle_evaluations
 from loopfeed.engine.run.interrupted import train_interruptibly
 from loopfeed.engine.run.launch_monitor import start_monitor
+from loopfeed.engine.run.listeners import telling
 from loopfeed.engine.run.notebook import ending_display, notebook_display
 from loopfeed.engine.run.recorder import Recorder
 from loopfeed.engine.run.resolve import check_arguments, check_best_metrics, settle_stop_metric, warn_of_settings
 from loopfeed.engine.run.result import TrainResult, result_of
-from loopfeed.engine.run.resume import Resume, complete_notice, describe_factor, resume_run, unchecked_notice
+from loopfeed.engine.run.resume import Resume, complete_notice, resume_run, unchecked_notice
 from loopfeed.engine.run.run import Run
 from loopfeed.engine.run.run_place import check_has_folder, naming_run, open_place
 from loopfeed.engine.runtime.record import LaunchState
 from loopfeed.engine.stream.function_sink import RecordFunction, as_sinks
 from loopfeed.engine.stream.notices import outliving_display
-from loopfeed.engine.stream.sinks import RunDescription, Sink
-from loopfeed.preprocess.system_errors import error_text
+from loopfeed.engine.stream.sinks import Sink
 
 
 @overload
@@ -272,7 +264,7 @@ def set_up_run(
             notify(message)
         if run.start.recorded is not None:
             check_is_as_recorded(run)
-            for message in filter(None, _describe_resume(run, run.start.recorded)):
+            for message in filter(None, describe_resume(run, run.start.recorded)):
                 notify(message)
         # No process may change the run folder before all have read it.
         wait_for_processes("opened")
@@ -308,21 +300,6 @@ def _settle_steps(run: Run, *, is_dry: bool) -> tuple[TrainConfig, str | None]:
     return config, describe_cadence(config, given, num_images, is_evaluated=is_evaluated, has_folder=has_folder)
 
 
-def _describe_resume(run: Run, recorded: RecordedRun) -> Iterator[str | None]:
-    """Yield what differs in a resumed launch: settings, learning rate, kernels, machine and devices; None if equal."""
-    config, start, crossings, topology = run.config, run.start, crossings_of(run), topology_of(run)
-    yield describe_changes(config, recorded.config)
-    yield describe_factor(start)
-    yield describe_rate_change(config, recorded.config, start.step, factor_before(start.events, start.batch_index))
-    yield changed_kernels_notice(recorded.resolved, crossings)
-    threads = thread_rule(config, is_user_model=run.registry_name is None)
-    yield machine_warning(recorded.machines, crossings[MACHINE], threads)
-    if (before := Topology.from_json(recorded.resolved)) != topology:
-        norms_are_fixed = config.batch_norm_sync or config.batch_norm_group is not None
-        depends = "" if norms_are_fixed else "; batch norms average over the images of each device"
-        yield f"the run was on {before} and goes on with {topology}: the same images, other rounding{depends}"
-
-
 def train_run(
     run: Run,
     sinks: Sequence[Sink] = (),
@@ -331,20 +308,8 @@ def train_run(
 ) -> TrainResult:
     """Compile the program of an open run, execute it and record it; arguments and errors are those of `train`."""
     config, called = run.config, Callbacks(callbacks, _handle(run))
-    # Of several processes, the first alone logs.
-    loggers = [] if this_process().index else make_loggers(config, run.path)
-    events = None
-    if config.on_event is not None and this_process().index == 0:
-        events = EventCommand(config.on_event, config.keep_best)
-        run.on_stall = events.stalled
-    sinks = [*sinks, *loggers, *([] if events is None else [events])]
-    if not this_process().index and (warning := unused_cadences_warning(config, sinks)):
-        run.notify(warning)
-    _describe_to_sinks(run, sinks)
     on_snapshot = called.snapshot_written if callbacks else lambda *_: None
-    # Not the starting point itself, whose snapshot is released before the first step.
-    done_before = run.start.step if run.start.end is not None and run.start.end.is_complete else None
-    with _telling_end(events, done_before) as tell_end, _finishing(sinks):
+    with telling(run, sinks) as (sinks, tell_end):
         with nullcontext() if run.folder is None else Recorder(run, run.folder, on_snapshot) as recorder:
             # ---- Compile the program
             # A profile needs the scopes of this program, not of an older one with the same instructions.
@@ -363,68 +328,6 @@ def train_run(
             called.end(result)
         tell_end(result)
     return result
-
-
-@contextmanager
-def _telling_end(events: EventCommand | None, done_before: int | None) -> Iterator[Callable[[TrainResult], None]]:
-    """Run the user's command after the block, with how the run ended, but not that it is done a second time.
-
-    `done_before` is the steps of a run that was complete before, else None.
-    """
-    ended: list[TrainResult] = []
-    try:
-        yield ended.append
-    except BaseException as error:
-        if events is not None:
-            is_interrupted = isinstance(error, KeyboardInterrupt)
-            what = "interrupted" if is_interrupted else f"failed: {error_text(error)}"
-            if this_process().count > 1 and is_of_runtime(error):
-                what = f"failed, perhaps because another process did (its own output says more): {error_text(error)}"
-            events.end("stopped" if is_interrupted else "failed", what, is_interrupted=is_interrupted)
-        raise
-    if events is not None:
-        result, loss = ended[0], float(ended[0].losses[-1]) if len(ended[0].losses) else None
-        event = "stopped" if not result.is_complete else None if result.steps_done == done_before else "done"
-        events.end(event, f"{end_words(result.stopped_by)} at step {result.steps_done}", loss=loss)
-
-
-def _describe_to_sinks(run: Run, sinks: Sequence[Sink]) -> None:
-    """Pass what is known of the run to the sinks that use it; called before it opens them."""
-    ranges, num_images = run.config.step_ranges, run.data.num_images
-    description = RunDescription(
-        settings=run.config.to_json(),
-        facts={
-            **resolved_of(run),
-            **crossings_of(run),
-            "num_params": run.num_params,
-            "learning_rate": run.config.peak_learning_rate,
-        },
-        run_dir=run.path,
-        step=run.start.step,
-        classes=tuple(each.name for each in run.data.classes) or None,
-        notify=run.notices.say,
-        epoch_at=(lambda step: ranges.image_at(step) / num_images) if num_images else None,
-    )
-    for sink in sinks:
-        getattr(sink, "describe_run", lambda _: None)(description)
-
-
-@contextmanager
-def _finishing(sinks: Sequence[Sink]) -> Iterator[None]:
-    """Let the sinks that are still at work after the block finish, unless the user stops the block at once."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        raise
-    except BaseException:
-        _finish(sinks)
-        raise
-    _finish(sinks)
-
-
-def _finish(sinks: Sequence[Sink]) -> None:
-    for sink in sinks:
-        getattr(sink, "finish", lambda: None)()
 
 
 def _handle(run: Run) -> RunHandle:
