@@ -1,6 +1,7 @@
 """Goodput, verdict, report, watchdog and monitor, without a run."""
 
 import json
+import os
 import threading
 import time
 from dataclasses import replace
@@ -9,9 +10,11 @@ from itertools import pairwise
 import pytest
 
 from loopfeed.engine.records.file_errors import LostFileError
+from loopfeed.engine.runtime import core_use
 from loopfeed.engine.runtime.goodput import add_up, find_rollback, without_details
 from loopfeed.engine.runtime.monitor import RingSamples, RuntimeMonitor, Watchdog, describe_threads
 from loopfeed.engine.runtime.record import (
+    CoreUse,
     Goodput,
     LaunchRuntime,
     MemoryPeaks,
@@ -65,6 +68,7 @@ SNAPSHOTS = replace(
     goodput=Goodput(steps=50, snapshots=30, compilation=15, other=5),
     snapshots=SnapshotTimes(count=7, num_skipped=3, writes=Times(7, 70, 10, 10, 10, 10)),
 )
+ONE = SnapshotTimes(count=1)
 EVALUATING = replace(LAUNCH, goodput=Goodput(steps=30, evaluation=50))
 SLOW = (SlowOperation("convolution", "conv1", "f32[8]", "its kernel is turned", 3),)
 
@@ -107,12 +111,19 @@ SLOW = (SlowOperation("convolution", "conv1", "f32[8]", "its kernel is turned", 
         (LAUNCH, replace(LOCAL, is_cpu=False), "device", ["--precision bfloat16"]),
         (LAUNCH, replace(LOCAL, has_faster_half=True), "device", ["has AMX (--precision bfloat16), use a GPU, or"]),
         (replace(LAUNCH, slow_operations=SLOW), LOCAL, "device", ["3 operations (convolutions) have no fast kernel"]),
-        (replace(LAUNCH, goodput=Goodput(steps=48, evaluation=24, snapshots=8)), LOCAL, "nothing", [
+        (replace(SNAPSHOTS, goodput=Goodput(steps=48, evaluation=24, snapshots=8)), LOCAL, "nothing", [
             "nothing dominated the run: device 60 %, evaluation 30 %, snapshots 10 %"]),
         (replace(SNAPSHOTS, goodput=Goodput(steps=0.6, snapshots=0.4)), LOCAL, "nothing", ["snapshots 40 %"]),
         (replace(SNAPSHOTS, goodput=Goodput(steps=3, snapshots=1.2)), LOCAL, "snapshots", ["faster disk"]),
         (replace(READING, state="failed"), LOCAL, "unknown", ["the run failed after 500 steps; it waited 45.6 s"]),
-        (replace(LAUNCH, end_step=9), LOCAL, "unknown", ["too short to say what bound it: 9 steps in 80.0 s"]),
+        (replace(LAUNCH, end_step=19), LOCAL, "unknown", ["too short to say what bound it: 19 steps in 80.0 s"]),
+        # A snapshot at the end says nothing of a longer run, unless it takes long.
+        (replace(LAUNCH, goodput=Goodput(steps=0.3, snapshots=5), snapshots=ONE), LOCAL, "unknown", ["in 0.3 s"]),
+        (replace(LAUNCH, goodput=Goodput(steps=3, snapshots=5), snapshots=ONE), LOCAL, "device", ["for 100 % of the"]),
+        (replace(LAUNCH, goodput=Goodput(steps=3, snapshots=15), snapshots=ONE), LOCAL, "snapshots", ["1 snapshot on"]),
+        (replace(LAUNCH, cores=CoreUse(2, 2, 90, 105, 5)), LOCAL, "device", [
+            "meanwhile other processes took 52 % of the time of its 2 cores, so that it may be faster without them"]),
+        (replace(READING, cores=CoreUse(1, 1, 10, 90, 0)), LOCAL, "reading", ["90 % of the time of its 1 core, "]),
         (replace(LAUNCH, goodput=Goodput(steps=0.3, compilation=50)), LOCAL, "unknown", ["500 steps in 0.3 s"]),
     ],
 )  # fmt: skip
@@ -122,6 +133,41 @@ def test_the_verdict_names_what_bound_the_run(launch, about, by, parts):
     for part in parts:
         assert part in verdict.line
     assert "\n" not in verdict.line
+
+
+@pytest.mark.parametrize(
+    ("cores", "share"),
+    [
+        (CoreUse(2, 2, 90, 105, 5), 105 / 200),
+        (CoreUse(2, 2, 20, 100, 80), None),  # the rest is idle
+        (CoreUse(2, 2, 165, 30, 5), None),  # others take little
+        (CoreUse(4, 1, 95, 300, 5), None),  # it has all that its control group lets it use
+        (CoreUse(4, 1, 40, 355, 5), 355 / 400),
+        (CoreUse(4, 1, 0, 0, 0), None),
+    ],
+)
+def test_others_take_cores_that_the_process_may_use_and_that_are_not_idle(cores, share):
+    assert cores.taken_by_others == (None if share is None else pytest.approx(share))
+
+
+def test_the_use_of_cores_is_that_of_those_allowed(tmp_path, monkeypatch):
+    cores = ("cpu  9 9 9 9 9 9 9 9", "cpu0 100 20 30 400 50 6 7 8 90 9", "cpu1 9 9 9 9 9 9 9 9", "cpu3 1 2 3 4 5 6 7 8")
+    (tmp_path / "stat").write_text("\n".join((*cores, "intr 1")))
+    monkeypatch.setattr(core_use, "_STAT", tmp_path / "stat")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 3, 7})
+    monkeypatch.setattr(os, "sysconf", lambda _: 10)
+    monkeypatch.setattr(core_use, "num_cores", lambda: 1)
+    found = core_use.read_core_use()
+    assert found is not None
+    # The guests' time is part of the users'.
+    assert (found.num_cores, found.num_at_once, found.idle_s) == (2, 1, 45.9)
+    assert found.own_s + found.others_s == pytest.approx(19.8)
+    assert CoreUse(2, 1, 7.0, 5.0, 2.0).since(CoreUse(2, 1, 4.0, 1.0, 2.0)) == CoreUse(2, 1, 3.0, 4.0, 0.0)
+    for content in ("", "cpu0 a\n", "cpu0\n"):
+        (tmp_path / "stat").write_text(content)
+        assert core_use.read_core_use() is None
+    (tmp_path / "stat").unlink()
+    assert core_use.read_core_use() is None
 
 
 def test_every_option_that_a_verdict_names_exists():

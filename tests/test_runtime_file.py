@@ -10,6 +10,7 @@ import pytest
 from loopfeed.engine.records.run_folder import RUNTIME
 from loopfeed.engine.runtime.record import (
     Compilations,
+    CoreUse,
     Goodput,
     LaunchRuntime,
     MemoryPeaks,
@@ -44,6 +45,7 @@ LAUNCH = LaunchRuntime(
     memory=MemoryPeaks(host=1 << 20),
     slow_operations=(SlowOperation("product", "forward/dot", "s8[2,2]", "no kernel", 2),),
     goodput=Goodput(steps=10, compilation=5.5, waiting=5),
+    cores=CoreUse(2, 2, 1.5, 0.25, 0.5),
     verdict=Verdict("reading", "the loop waited", "--prefetch 8"),
 )
 REPORT = RuntimeReport((LAUNCH, LaunchRuntime(40, 41, 7, 7, "running", {}, "cpu")), RunGoodput(steps=10, gaps=9.5))
@@ -91,5 +93,5 @@ def test_what_is_no_record_is_refused(tmp_path, change, message):
 def test_the_reference_has_every_key():
     page = (Path(__file__).parents[1] / "docs/reference/run-folder.md").read_text(encoding="utf-8")
     parts = (LaunchRuntime, RunGoodput, Pulls, Pushes, Ring, Stall, ReaderTimes, SnapshotTimes, MemoryPeaks, Times,
-             Compilations, ProgramTimes, SlowOperation, Verdict)  # fmt: skip
+             Compilations, ProgramTimes, SlowOperation, Verdict, CoreUse)  # fmt: skip
     assert [each.name for part in parts for each in fields(part) if f"`{each.name}`" not in page] == []

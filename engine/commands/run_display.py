@@ -122,8 +122,8 @@ def summarise(
     else:
         lines.append(f"run folder: {place}")
     verdict = None if is_quiet else result.runtime.verdict
-    # Of a run of a few steps there is nothing to say, and the report has it, too.
-    if verdict is not None and verdict.bound_by != "unknown" and not runtime_report:
+    # The report has it, too.
+    if verdict is not None and len(result.losses) and not runtime_report:
         lines.append(f"verdict: {verdict.line}")
     if not result.is_complete and result.snapshot_step is not None:
         lines.append(f"to resume: run-train --run-dir {shlex.quote(place)} --resume{_processes()}")

@@ -20,9 +20,11 @@ from loopfeed.engine.records.run_folder import recorded_versions
 from loopfeed.engine.records.snapshot_writer import SnapshotWriter
 from loopfeed.engine.run.descriptions import topology_of
 from loopfeed.engine.run.run import Run
+from loopfeed.engine.runtime.core_use import read_core_use
 from loopfeed.engine.runtime.goodput import Rollback, add_up, compilations_of, parts_of, without_details
 from loopfeed.engine.runtime.monitor import describe_span
 from loopfeed.engine.runtime.record import (
+    CoreUse,
     Goodput,
     LaunchRuntime,
     LaunchState,
@@ -86,6 +88,8 @@ class LaunchMeter:
             "evaluation": evaluation[0].meter if evaluation else FeedMeter(ReadMeter()),
         }
         self._num_pulled, self._pulled_at = 0, 0.0
+        # Of several processes, the others may be those of the run.
+        self._cores = read_core_use() if this_process().count == 1 else None
 
     def sample_ring(self) -> RingSample | None:
         """Return how many training batches are ready; None unless the loop runs and will pull more."""
@@ -126,6 +130,7 @@ class LaunchMeter:
             memory=self._memory(),
             slow_operations=self._slow,
             goodput=self._goodput(),
+            cores=None if state == "running" else self._core_use(),
             stages=tuple(launch.stream.stages.values()) if launch.config.stages else (),
         )
         return found if state == "running" else replace(found, verdict=judge(found, self._circumstances()))
@@ -296,6 +301,10 @@ class LaunchMeter:
             compilation=spans[COMPILING].total_s,
             waiting=waiting_s + close_s,
         )
+
+    def _core_use(self) -> CoreUse | None:
+        now = read_core_use()
+        return None if self._cores is None or now is None else now.since(self._cores)
 
     def _circumstances(self) -> Circumstances:
         config, data = self._launch.config, self._launch.data

@@ -119,7 +119,7 @@ class TrainResult:
             if not self.is_complete and self.snapshot_step is not None:
                 facts.append(("snapshot", f"of step {self.snapshot_step:,}: train with resume=True to go on"))
         verdict = self.runtime.verdict
-        if verdict is not None and verdict.bound_by != "unknown":
+        if verdict is not None and len(self.losses):
             facts.append(("verdict", in_python_words(verdict.line)))
         return f"{done} in {self.train_s:.1f} s", facts
 

@@ -3,7 +3,7 @@
 Times are in seconds. Needs neither jax nor files; `loopfeed.engine.runtime.runtime_file` reads and writes the file.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from loopfeed.engine.spans import StageTimes, Times
@@ -215,6 +215,43 @@ class MemoryPeaks:
     program: int | None = None
 
 
+# Shares of the time of the cores from which others are said to have taken them: so much by others, hardly any left
+# idle, and less for the process than it may use.
+_LEAST_OF_OTHERS, _MOST_IDLE, _MOST_OWN = 0.2, 0.1, 0.85
+
+
+@dataclass(frozen=True)
+class CoreUse:
+    """How the cores that the process may run on were used from before the loop to the end of the launch.
+
+    Attributes:
+        num_cores: number of these cores.
+        num_at_once: how many of them a control group lets it use at once.
+        own_s: seconds of cores that the process and its ended children took.
+        others_s: seconds that everything else took, other virtual machines included.
+        idle_s: seconds in which cores were idle.
+    """
+
+    num_cores: int
+    num_at_once: int
+    own_s: float
+    others_s: float
+    idle_s: float
+
+    def since(self, before: "CoreUse") -> "CoreUse":
+        """Return the times between an earlier reading and this one."""
+        names = ("own_s", "others_s", "idle_s")
+        return replace(self, **{name: max(0.0, getattr(self, name) - getattr(before, name)) for name in names})
+
+    @property
+    def taken_by_others(self) -> float | None:
+        """The share of the time of the cores that others took from the process; None if they did not."""
+        total = self.own_s + self.others_s + self.idle_s
+        may_use = total * self.num_at_once / self.num_cores
+        is_taken = self.others_s >= _LEAST_OF_OTHERS * total and self.idle_s <= _MOST_IDLE * total
+        return self.others_s / total if total and is_taken and self.own_s <= _MOST_OWN * may_use else None
+
+
 @dataclass(frozen=True)
 class SlowOperation:
     """Operations of the compiled program that run without a fast kernel.
@@ -320,6 +357,7 @@ class LaunchRuntime:
         programs, compilations, pulls, pushes, ring, reader, snapshots, memory, slow_operations, goodput: see their
             types.
         stalls: the longest waits, at most 20, longest first.
+        cores: how the cores were used, None while it runs, of several processes, or if the system does not tell it.
         stages: the stages of a run with several, in which this launch made steps.
         verdict: what bound the launch, None while it runs.
     """
@@ -344,6 +382,7 @@ class LaunchRuntime:
     memory: MemoryPeaks = field(default_factory=MemoryPeaks)
     slow_operations: tuple[SlowOperation, ...] = ()
     goodput: Goodput = field(default_factory=Goodput)
+    cores: CoreUse | None = None
     stages: tuple[StageTimes, ...] = ()
     verdict: Verdict | None = None
 

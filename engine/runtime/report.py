@@ -31,6 +31,7 @@ def describe_runtime(report: RuntimeReport) -> str:
         _reading(launch),
         _stalls(launch),
         _memory(launch),
+        _cores(launch),
         _slow_operations(launch),
     ):
         lines.extend(part)
@@ -141,6 +142,13 @@ def _memory(launch: LaunchRuntime) -> Iterator[str]:
     memory = launch.memory
     parts = {"host": memory.host, "device": memory.device, "program (estimated)": memory.program}
     yield "memory at most: " + ", ".join(f"{name} {_size(each)}" for name, each in parts.items() if each is not None)
+
+
+def _cores(launch: LaunchRuntime) -> Iterator[str]:
+    if (cores := launch.cores) is not None and (total := cores.own_s + cores.others_s + cores.idle_s):
+        shares = {"this process": cores.own_s, "others": cores.others_s, "idle": cores.idle_s}
+        used = ", ".join(f"{name} {100 * seconds / total:.0f} %" for name, seconds in shares.items())
+        yield f"time of {quantity(cores.num_cores, 'core')}: {used}"
 
 
 def _slow_operations(launch: LaunchRuntime) -> Iterator[str]:

@@ -1,19 +1,19 @@
 """The verdict on a launch: what bound it, by which figures, and what to change."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from loopfeed.engine.config import OFF, TrainConfig
 from loopfeed.engine.runtime.record import LaunchRuntime, Verdict
 from loopfeed.preprocess.quantities import quantity
 from loopfeed.preprocess.storage_options import is_url
 
-_LEAST_STEPS, _LEAST_S = 10, 0.5
+_LEAST_STEPS, _LEAST_S = 20, 0.5
 # The share of the time from which a part binds a run. Reading takes place beside the steps, so whenever the loop waits
 # for it regularly, it is what the run's speed depends on; the others only add to the steps.
 _BINDS = {"reading": 0.1, "sinks": 0.1, "snapshots": 0.2, "copying": 0.3, "evaluation": 0.5}
 _DEVICE_BINDS = 0.7
-# What takes less time in all binds no run: the last snapshot of a run of a second says nothing about a longer one.
-_LEAST_BINDING_S = {"snapshots": 1.0}
+# Snapshots that take less time in all bind no run, and neither does a single one, of which a longer run has no more.
+_LEAST_OF_SNAPSHOTS_S, _LEAST_OF_ONE_S = 1.0, 10.0
 # The share of the waiting that one file must have had to be named.
 _LEAST_OF_FILE = 0.5
 _NOUNS = {"source": "source", "open": "opening", "read": "reading", "check": "checking", "copy": "copying"}
@@ -43,7 +43,18 @@ class Circumstances:
 
 
 def judge(launch: LaunchRuntime, about: Circumstances) -> Verdict:
-    """Return what bound a launch that has ended; what the first batch was waited for does not count."""
+    """Return what bound a launch that has ended, and whether other processes took its cores.
+
+    What the first batch was waited for, and a single snapshot of some seconds, do not count.
+    """
+    verdict, cores = _judge(launch, about), launch.cores
+    if verdict.bound_by == "unknown" or cores is None or (share := cores.taken_by_others) is None:
+        return verdict
+    others = f"meanwhile other processes took {_percent(share)} of the time of its {quantity(cores.num_cores, 'core')}"
+    return replace(verdict, evidence=f"{verdict.evidence}; {others}, so that it may be faster without them")
+
+
+def _judge(launch: LaunchRuntime, about: Circumstances) -> Verdict:
     goodput, pulls = launch.goodput, launch.pulls
     num_steps = launch.end_step - launch.start_step
     if launch.state == "failed":
@@ -51,24 +62,24 @@ def judge(launch: LaunchRuntime, about: Circumstances) -> Verdict:
             f"the run failed after {quantity(num_steps, 'step')}; it waited {pulls.later_wait_s:,.1f} s for batches"
         )
         return Verdict("unknown", evidence, "")
-    running_s = goodput.steps + goodput.evaluation + goodput.snapshots + goodput.waiting - pulls.first_wait_s
+    is_one = launch.snapshots.count + launch.snapshots.num_skipped < 2
+    snapshots_s = 0.0 if is_one and goodput.snapshots < _LEAST_OF_ONE_S else goodput.snapshots
+    running_s = goodput.steps + goodput.evaluation + snapshots_s + goodput.waiting - pulls.first_wait_s
     if num_steps < _LEAST_STEPS or running_s < _LEAST_S:
         short = f"{quantity(num_steps, 'step')} in {max(0.0, running_s):.1f} s"
         return Verdict("unknown", f"the run was too short to say what bound it: {short}", "")
     seconds = {
         "reading": pulls.later_wait_s,
         "sinks": launch.pushes.blocked_s,
-        "snapshots": goodput.snapshots,
+        "snapshots": snapshots_s,
         "copying": min(pulls.copy_s, goodput.steps),
         "evaluation": goodput.evaluation,
     }
     shares = {name: each / running_s for name, each in seconds.items()}
     shares["device"] = max(0.0, 1 - sum(shares.values()))
-    binding = [
-        name
-        for name, least in _BINDS.items()
-        if shares[name] >= least and seconds[name] >= _LEAST_BINDING_S.get(name, 0.0)
-    ]
+    binding = [name for name, least in _BINDS.items() if shares[name] >= least]
+    if snapshots_s < _LEAST_OF_SNAPSHOTS_S:
+        binding = [name for name in binding if name != "snapshots"]
     if binding:
         by = max(binding, key=lambda name: shares[name])
         return _JUDGES[by](launch, about, shares[by])
