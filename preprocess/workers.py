@@ -10,6 +10,7 @@ new thread any of these: in a process that trains again and again on new threads
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
 import os
 import queue
@@ -130,23 +131,24 @@ class _SpareThreads:
 
     def __init__(self) -> None:
         self._waiting: list[_SpareThread] = []
+        self._numbers = itertools.count()
 
     def start(self, run: Callable[[], None], name: str) -> threading.Thread:
-        """Have a thread that made calls of this name, or a new one, make one that ends with `give_back`; return it.
+        """Have the oldest thread that made calls of this name, or a new one, make one that ends with `give_back`.
 
         Raises:
             RuntimeError: the system refuses to start another thread.
         """
         thread = self._take(name)
         if thread is None:
-            thread = _SpareThread(name)
+            thread = _SpareThread(name, next(self._numbers))
             thread.start()
         thread.name = name
         thread.calls.put(run)
         return thread
 
     def _take(self, name: str) -> _SpareThread | None:
-        for each in [each for each in self._waiting if each.kind == name]:
+        for each in sorted((each for each in self._waiting if each.kind == name), key=lambda each: each.number):
             with suppress(ValueError):  # another call took it
                 self._waiting.remove(each)
                 return each
@@ -171,9 +173,9 @@ if hasattr(os, "register_at_fork"):
 
 
 class _SpareThread(threading.Thread):
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, number: int) -> None:
         super().__init__(daemon=True)
-        self.kind = kind
+        self.kind, self.number = kind, number
         self.calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
 
     def run(self) -> None:

@@ -1,4 +1,6 @@
-"""Calls Orbax, but imports it late, keeps its log records off the terminal, and prevents its use of jax devices.
+"""Reads with Orbax, but imports it late, keeps its log records off the terminal and itself off the devices of jax.
+
+Writes what Orbax would, with TensorStore alone.
 
 Knows how Orbax stores a snapshot in files, but nothing about its content.
 
@@ -18,9 +20,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import tensorstore as ts
+from numpy.typing import NDArray
 
 from loopfeed.engine.processes import this_process
 from loopfeed.preprocess.claimed_size import is_plausible
@@ -36,8 +40,20 @@ def load_orbax() -> None:
         import orbax.checkpoint  # noqa: F401
 
 
+_HANDLERS = "orbax.checkpoint._src.handlers"
+_ITEM_HANDLERS = {
+    "facts": f"{_HANDLERS}.json_checkpoint_handler.JsonCheckpointHandler",
+    "state": f"{_HANDLERS}.pytree_checkpoint_handler.PyTreeCheckpointHandler",
+}
+_KEY_OF_A_DICTIONARY = 2  # Orbax's number for it
+
+
 def save_items(path: Path, arrays: dict[str, Any], facts: dict[str, Any]) -> None:
-    """Write a folder with the Orbax items `state` and `facts`; the caller must ensure atomicity.
+    """Write a folder with the Orbax items `state` and `facts`; the caller must sync it, and ensure atomicity.
+
+    The files are those of Orbax 0.12 for one process, but TensorStore alone writes them. Orbax starts seventeen threads
+    for a snapshot, to each of which glibc gives another of its heaps, so that they all grow; it takes 45 instead of
+    18 ms of the processor for the state of a ResNet-8; and it leaves four strings behind for each array.
 
     Args:
         path: an absolute path that does not exist yet.
@@ -47,14 +63,73 @@ def save_items(path: Path, arrays: dict[str, Any], facts: dict[str, Any]) -> Non
     Raises:
         Exception: of any type, if it cannot be written.
     """
-    with _quiet(), _no_late_errors():
-        import orbax.checkpoint as ocp
+    items = ["facts", "state"] if arrays else ["facts"]
+    now = time.time_ns()
+    about = {
+        "item_handlers": {name: _ITEM_HANDLERS[name] for name in items},
+        "metrics": {},
+        "performance_metrics": {},
+        "init_timestamp_nsecs": now,
+        "commit_timestamp_nsecs": now,
+        "custom_metadata": {},
+    }
+    (path / "facts").mkdir(parents=True)
+    (path / "facts/metadata").write_text(json.dumps(facts), encoding="utf-8")
+    if arrays:
+        _save_arrays(path, arrays)
+    (path / "_CHECKPOINT_METADATA").write_text(json.dumps(about), encoding="utf-8")
+    # Orbax looks for these in buckets, where nothing is renamed.
+    for folder in (path, *(path / name for name in items)):
+        (folder / "commit_success.txt").write_text(f"Checkpoint commit was successful to {folder}", encoding="utf-8")
 
-        items: dict[str, Any] = {"facts": ocp.args.JsonSave(facts)}
-        if arrays:
-            items["state"] = ocp.args.PyTreeSave(arrays)
-        with _checkpointer() as checkpointer:
-            checkpointer.save(path, args=ocp.args.Composite(**items))
+
+def _save_arrays(path: Path, arrays: dict[str, Any]) -> None:
+    """Write the item `state`: each array as one chunk of a zarr array, all in one OCDBT store."""
+    named = {tuple(key.key for key in keys): array for keys, array in jax.tree_util.tree_leaves_with_path(arrays)}
+    context = ts.Context({"file_io_sync": False})
+    with ts.Transaction(atomic=True) as transaction:
+        writes = [_write(path, ".".join(parts), array, context, transaction) for parts, array in named.items()]
+        for each in writes:
+            each.result()
+    tree = {
+        str(parts): {
+            "key_metadata": [{"key": part, "key_type": _KEY_OF_A_DICTIONARY} for part in parts],
+            "value_metadata": {"value_type": "np.ndarray", "skip_deserialize": False},
+        }
+        for parts in named
+    }
+    about = {
+        "tree_metadata": tree,
+        "use_ocdbt": True,
+        "use_zarr3": False,
+        "store_array_data_equal_to_fill_value": True,
+        "custom_metadata": None,
+    }
+    (path / "state/_METADATA").write_text(json.dumps(about), encoding="utf-8")
+
+
+def _write(path: Path, name: str, array: NDArray[Any], context: Any, transaction: Any) -> Any:
+    """Start to write an array, which must not change before the transaction ends; return the future."""
+    # As Orbax: metadata inside of the nodes, and one node for all arrays.
+    store = arrays_store(path) | {"config": {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 100_000_000}}
+    stored = ts.open(
+        {
+            "driver": "zarr",
+            "kvstore": store | {"path": f"{name}/"},
+            "dtype": array.dtype.name,
+            "metadata": {
+                "shape": array.shape,
+                "chunks": array.shape,
+                "compressor": {"id": "zstd", "level": 1},
+                "dimension_separator": ".",
+            },
+            "store_data_equal_to_fill_value": True,
+        },
+        create=True,
+        context=context,
+        transaction=transaction,
+    ).result()
+    return stored.write(array, can_reference_source_data_indefinitely=True)
 
 
 def _checkpointer() -> Any:

@@ -169,8 +169,7 @@ class SnapshotWriter:
     def close(self, timeout_s: float) -> bool:
         """Accept no more snapshots, and wait at most `timeout_s` for pending ones to be written; can be called again.
 
-        A snapshot that is not written in time is reported, but the daemon thread continues with it. Python may still
-        wait for it at exit, because Orbax creates folders on asyncio's threads, which the interpreter joins.
+        A snapshot that is not written in time is reported, but the daemon thread continues with it.
 
         Args:
             timeout_s: the limit in seconds.
