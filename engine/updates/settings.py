@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
 from loopfeed.engine.config import OptimizerName, ScheduleName
@@ -105,11 +106,11 @@ class Cadence(NamedTuple):
 
     def is_due(self, step: Int32[Array, ""]) -> Bool[Array, ""]:
         """Return whether it comes after update `step`, counted from 1."""
-        return (self.every_steps > 0) & (step % jnp.maximum(self.every_steps, 1) == 0)
+        return (self.every_steps > 0) & (lax.rem(step, jnp.maximum(self.every_steps, 1)) == 0)
 
     def next_after(self, step: Int32[Array, ""], stop_step: Int32[Array, ""]) -> Int32[Array, ""]:
         """Return the first update after `step` after which it comes, but at most `stop_step`."""
-        multiple = (step // jnp.maximum(self.every_steps, 1) + 1) * self.every_steps
+        multiple = (lax.div(step, jnp.maximum(self.every_steps, 1)) + 1) * self.every_steps
         # A product that overflows int32 is negative.
         return jnp.where(multiple > step, jnp.minimum(multiple, stop_step), stop_step)
 
