@@ -4,9 +4,13 @@ A record is only compared with what a command line names now: nothing here loads
 `loopfeed.engine.commands.user_parts`, which does, reads no file. Must not know: jax, what a part is used for.
 """
 
-from collections.abc import Collection, Mapping
+import os
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
+
+from loopfeed.preprocess.printable import printable
+from loopfeed.preprocess.quantities import listed
 
 
 class UserPart(NamedTuple):
@@ -101,6 +105,32 @@ def options_of(named: Mapping[str, NamedPart], names: Collection[str]) -> str | 
     if not set(names) <= set(named):
         return None
     return " ".join(f"--{name} {named[name].name}" for name in names)
+
+
+def missing_parts(
+    run: str | os.PathLike[str], missing: Sequence[str], resolved: Mapping[str, Any], command: str | None = None
+) -> ValueError:
+    """Return the error that a run trained with parts of the user's own that are not given now.
+
+    Args:
+        run: its folder or URL.
+        missing: the names of all these parts, as `train` takes them.
+        resolved: the resolved part of its `config.json`.
+        command: the command to which the options of the parts are added; None if there is none.
+    """
+    names = {"model": resolved.get("model"), **resolved.get(OWN_FUNCTIONS, {})}
+    texts = {name: found for name, found in names.items() if isinstance(found, str) and found != name}
+    known = {name: f" ({printable(found)})" for name, found in texts.items()}
+    own = listed([f"{OWN_PARTS[name].label}{known.get(name, '')}" for name in missing])
+    arguments, run = listed([f"{name}=…" for name in missing]), os.fspath(run)
+    if command is None:
+        return ValueError(f"{run} was trained with {own} of your own, which must be given again: {arguments}")
+    options = options_of(recorded_named_parts(resolved), missing)
+    options = options or " ".join(f"--{name} {NAME_FORM}" for name in missing)
+    return ValueError(
+        f"{run} was trained with {own} of your own, which must be given again: {arguments} in Python; on the command "
+        f"line `{command} {options}`"
+    )
 
 
 def compare_named(

@@ -21,6 +21,7 @@ from loopfeed.engine.evaluation.result import EvaluationResult
 from loopfeed.engine.evaluation.run import evaluate
 from loopfeed.engine.feed.batches import EvaluationArrays, EvaluationSource
 from loopfeed.engine.inspection.show_batch import ShownBatch, show_recorded_batch
+from loopfeed.engine.named_parts import missing_parts
 from loopfeed.engine.objective.losses import Loss
 from loopfeed.engine.objective.metrics import Metric, PerExample
 from loopfeed.engine.parts import PartArguments
@@ -34,7 +35,6 @@ from loopfeed.engine.records.snapshot import snapshot_steps
 from loopfeed.engine.records.stored.reading import every_file, local_copy, logs_only, settings_only
 from loopfeed.engine.records.trained_run import check_folder, reading_run, run_settings
 from loopfeed.engine.stream.sinks import EvaluationRecord
-from loopfeed.preprocess.quantities import listed
 from loopfeed.preprocess.storage_options import is_url
 
 if TYPE_CHECKING:
@@ -156,11 +156,7 @@ class OpenedRun:
             recorded = read_recorded(folder)
         needed = [name for name in recorded_user_parts(recorded.resolved) if name in _MAKE_IMAGES]
         if missing := [name for name in needed if parts.get(name) is None]:
-            arguments = ", ".join(f"{name}=…" for name in missing)
-            raise ValueError(
-                f"{self.path} was trained with {listed(missing)} of your own, which must be given again: "
-                f"open_run({self.path!r}).batch({step}, {arguments})"
-            )
+            raise missing_parts(self.path, missing, recorded.resolved)
         config = replace(recorded.config_at(step), run_dir=None, **_WITHOUT_A_FOLDER)
         return show_recorded_batch(config, step, recorded.manifest_digest, parts)
 

@@ -272,9 +272,13 @@ _KEPT = re.compile(
 )
 
 
+# The way of the command line, of a remedy that names Python's before it.
+_ON_THE_COMMAND_LINE = re.compile(r" in Python; on the command line `[^`]*`")
+
+
 def in_python_words(text: str, function: Callable[..., Any] | None = None) -> str:
     """Return a text in which options of commands are settings, or arguments of a function, as Python spells them."""
-    text = text.replace(_PACK, "loopfeed.pack(SOURCE, DEST)")
+    text = _ON_THE_COMMAND_LINE.sub("", text).replace(_PACK, "loopfeed.pack(SOURCE, DEST)")
     if "--" not in text:
         return text
     spellings, parts, at = _spellings(function), list[str](), 0

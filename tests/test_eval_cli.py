@@ -114,7 +114,7 @@ def test_weights_of_no_run(place, monkeypatch):
         (["run", "--mean", "0", "0", "0"], "--mean can be given only with --weights FILE, got RUN run instead"),
         (["nowhere"], "RUN must be a run folder, but nowhere does not exist"),
         (["."], "RUN must be a run folder, but . contains 2 run folders"),
-        (["own"], "own was trained with a model of your own, 'linear', which must be given from Python"),
+        (["own"], "own was trained with a model (linear)"),
         (["run", "--data", "nowhere"], "the data of the run must be in nowhere, which does not exist"),
         (["run", "--split", "test"], "there is no split 'test'; choose one of train, val"),
         (["run", "--batch", "0"], "--batch must lie in 1 … 1048576, got 0"),

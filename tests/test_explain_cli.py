@@ -74,7 +74,7 @@ def test_options_override_the_run_and_two_programs_are_compared(monkeypatch, pla
         (["."], "contains 1 run folder; the latest is run"),
         (
             ["run"],
-            "run was trained with a model of your own, which must be given again: --model package.module:function",
+            "on the command line `explain-program run --model package.module:function`",
         ),
         (["run", "--recipe", "demo"], "RUN has its own settings, got --recipe demo as well"),
         (["run", "--compare", "a", "b"], "--compare names both programs, got RUN run as well"),

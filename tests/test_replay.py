@@ -243,10 +243,10 @@ def test_the_end_of_a_killed_run_is_compared_as_far_as_it_goes(copied):
         (
             None,
             {"model": None},
-            r"with your own model, which must be given from Python: loopfeed.replay_run\(.*, model=…\)",
+            r"with a model \(\w+\) of your own, which must be given again: model=…$",
         ),
-        (None, {"batches": None}, r"with your own batches, which must be given from Python"),
-        (None, {"evaluation": None}, r"with your own evaluation"),
+        (None, {"batches": None}, r"with batches of your own, which must be given again: batches=…$"),
+        (None, {"evaluation": None}, r"with evaluation images of your own"),
     ],
 )
 def test_an_impossible_replay_is_refused(copied, damage, values, message):

@@ -429,10 +429,10 @@ def test_parts_of_the_user_must_be_given_again(tmp_path):
     before = contents(tmp_path)
     with pytest.raises(
         ValueError,
-        match=r"with a model and batches of your own, .*run_settings\(.*\), resume=True\), model=…",
+        match=r"with a model \(linear\) and batches of your own, which must be given again: model=… and batches=…$",
     ):
         train(replace(config, steps=3, resume=True))
-    with pytest.raises(ValueError, match=r"was trained with batches of your own, which must be given from Python"):
+    with pytest.raises(ValueError, match=r"was trained with batches of your own, .* given again: batches=…$"):
         train(replace(config, steps=3, resume=True), model=Linear())
     assert contents(tmp_path) == before
 

@@ -99,8 +99,9 @@ def test_a_run_with_own_parts_is_trained_resumed_evaluated_and_verified(place):
 
     code, output = call(run_train, "--resume", "--run-dir", "run", "--steps", "6")
     assert code == 2
-    assert "was trained with a model, batches, a loss, metrics and evaluation images of your own" in output
-    assert "which must be given again: --model mine:Model --batches mine:toy_batch" in output.replace("\n", " ")
+    words = output.replace("\n", " ").replace(f"{Path.cwd()}/", "")
+    assert "batches, a loss (mine.squared), metrics and evaluation images of your own, which must be given" in words
+    assert "line `run-train --run-dir run --resume --model mine:Model --batches mine:toy_batch --loss mine:" in words
     code, output = call(
         run_train, "--resume", "--run-dir", "run", "--steps", "6", *OPTIONS[2:], "--model", "mine:MODEL"
     )
@@ -119,7 +120,7 @@ def test_a_run_with_own_parts_is_trained_resumed_evaluated_and_verified(place):
     assert (code, "largest" in output) == (0, True), output
     code, output = call(run_eval, "run", *OPTIONS[:2], *OPTIONS[6:])
     assert code == 2
-    assert "or with run-eval --loss package.module:function" in output.replace("\n", " ")
+    assert "`run-eval run --loss mine:make_loss`" in output.replace("\n", " ")
     code, output = call(verify_run, "run", *OPTIONS)
     assert code == 0, output
     code, output = call(verify_run, "run", *OPTIONS[2:])

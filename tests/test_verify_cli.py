@@ -92,7 +92,7 @@ def test_a_changed_loss_is_reported(monkeypatch, place):
         ),
         (["run", "--to", 9], "(--to) must be a step in run/loss.jsonl, 1 … 4, got 9"),
         (["run", "--data", "elsewhere"], "elsewhere"),
-        (["own"], "which must be given from Python: loopfeed.replay_run('own', model=…, batches=…)"),
+        (["own"], "again: model=… and batches=… in Python; on the command line `verify-run own --model "),
         (["run", "--from", -1], "Invalid value for '--from'"),
     ],
 )

@@ -19,11 +19,9 @@ from loopfeed.engine.commands.train_options import describing_options, option_gr
 from loopfeed.engine.commands.user_parts import load_user_parts, take_part_names
 from loopfeed.engine.config import SETTINGS, TrainConfig
 from loopfeed.engine.named_parts import (
-    NAME_FORM,
     OWN_PARTS,
     compare_named,
-    options_of,
-    recorded_named_parts,
+    missing_parts,
 )
 from loopfeed.engine.owners import OF_AN_EVALUATION, recorded_settings
 from loopfeed.engine.recipes import load_recipe
@@ -31,7 +29,6 @@ from loopfeed.engine.settings import Owner
 from loopfeed.preprocess.commands.completion import complete_folder
 from loopfeed.preprocess.commands.grouped_help import GroupedCommand
 from loopfeed.preprocess.printable import printable_line
-from loopfeed.preprocess.quantities import listed
 from loopfeed.preprocess.storage_options import parse_text
 
 if TYPE_CHECKING:
@@ -268,11 +265,7 @@ def _recorded(run: str, context: click.Context, parts: "UserParts") -> "Recorded
         recorded = read_recorded(folder)
     missing = [name for name in recorded_user_parts(recorded.resolved) if getattr(parts, name, None) is None]
     if missing:
-        options = options_of(recorded_named_parts(recorded.resolved), missing)
-        raise ValueError(
-            f"{run} was trained with {listed([OWN_PARTS[name].label for name in missing])} of your own, which must be "
-            f"given again: {options or ' '.join(f'--{name} {NAME_FORM}' for name in missing)}"
-        )
+        raise missing_parts(run, missing, recorded.resolved, f"explain-program {shlex.quote(run)}")
     for warning in compare_named(recorded.resolved, parts.named):
         say_to_stderr(warning)
     if context.params.get("data") is None and (found_at := recorded.resolved.get(DATA_LOCATION)) is not None:

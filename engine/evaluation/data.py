@@ -214,8 +214,8 @@ def _match_classes(
 def _choose(config: TrainConfig, trained_on: TrainedOn, notify: Callable[[str], None]) -> str:
     if config.data is None and (config.synthetic or trained_on.manifest_digest is None):
         raise ValueError(
-            "the images to evaluate on must be given with --data DIR, because the weights were trained on "
-            f"{trained_on.description}"
+            f"the images to evaluate on must be given, because the weights were trained on {trained_on.description}: "
+            "give --data DIR, or images of your own with --evaluation"
         )
     is_of_run = trained_on.location is not None
     choice = choose_data(data_of_record(config.data, trained_on.location) if is_of_run else config.data)

@@ -126,7 +126,7 @@ def open_weights(run_or_file: str | os.PathLike[str], arguments: PredictorArgume
         config = replace(recorded.config, **at_one_size(given))
         if (line := recorded.record.describe_replaced(config, _OF_USER, _OF_USER)) is not None:
             say(line)
-        check_user_model(recorded, arguments.get("model"), function="loopfeed.predict", command="predict-images")
+        check_user_model(recorded, arguments.get("model"), command="predict-images")
         describe_weights_of(recorded, say, is_chosen=snapshot is not None)
         return OpenedWeights(where, recorded.weights, recorded, _settled(config, given))
 

@@ -25,8 +25,7 @@ from loopfeed.engine.evaluation.result import ClassResult, EvaluationResult
 from loopfeed.engine.evaluation.subject import (
     Channels,
     Subject,
-    check_user_loss,
-    check_user_model,
+    check_evaluated_parts,
     describe_weights_of,
     file_subject,
     read_weights_file,
@@ -103,15 +102,16 @@ def evaluate(
             line := recorded.record.describe_replaced(config, OF_AN_EVALUATION, OF_AN_EVALUATION)
         ):
             notify(line)
-        check_user_model(recorded, model)
-        parts = check_user_loss(recorded, loss, metrics)
+        parts = UserParts(model=model, loss=loss, metrics=metrics, evaluation=evaluation)
+        trained_on = data_of_run(recorded)
+        has_data = config.data is not None or (trained_on.manifest_digest is not None and not config.synthetic)
+        check_evaluated_parts(recorded, parts, has_data=has_data)
         board = ControlBoard()
         with StopSignals(board, ignore_message), ExitStack() as stack:
             if evaluation is not None:
                 kind = label_kind(config, has_user_loss=loss is not None)
                 data = open_user(evaluation, batch=config.batch, num_classes=recorded.num_classes, kind=kind)
             else:
-                trained_on = data_of_run(recorded)
                 data = open_evaluation_split(config, trained_on, stack, notify, has_user_loss=loss is not None)
             subject = run_subject(recorded, config, model, data.source, notify)
             describe_weights_of(recorded, notify, is_chosen=snapshot is not None)

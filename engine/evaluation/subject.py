@@ -4,7 +4,8 @@ Owns how these are derived from a recorded run, or from a weights file and its m
 """
 
 import os
-from collections.abc import Callable, Mapping
+import shlex
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,9 +15,7 @@ import jax.numpy as jnp
 from loopfeed.engine.config import SETTINGS, TrainConfig
 from loopfeed.engine.crossing.choice import this_platform
 from loopfeed.engine.feed.batches import HasSize, image_shape, largest_size, whole_of
-from loopfeed.engine.named_parts import NAME_FORM
-from loopfeed.engine.objective.losses import Loss
-from loopfeed.engine.objective.metrics import Metric, PerExample
+from loopfeed.engine.named_parts import NAME_FORM, missing_parts
 from loopfeed.engine.parts import UserParts, check_calls
 from loopfeed.engine.program.kernels import replace_missing_kernels
 from loopfeed.engine.program.train_state import TrainModel, init_weights, name_of_model
@@ -75,50 +74,49 @@ class Subject:
     name: str
 
 
-def check_user_model(
-    recorded: TrainedRun,
-    model: TrainModel | None,
-    *,
-    function: str = "loopfeed.evaluate",
-    command: str = "run-eval",
-) -> None:
+def check_user_model(recorded: TrainedRun, model: TrainModel | None, *, command: str) -> None:
     """Raise ValueError if a user-defined model is missing, or is given for a run that trained a registry model.
 
-    The error recommends `function` and `command`.
+    The error names `command`.
     """
-    is_own = recorded.weights.is_of_user_model
-    if is_own and model is None:
-        raise ValueError(
-            f"{recorded.path} was trained with a model of your own, {recorded.model_name!r}, which must be given from "
-            f"Python: {function}({str(recorded.path)!r}, model=…), or with {command} --model {NAME_FORM}"
-        )
-    if not is_own and model is not None:
+    if recorded.weights.is_of_user_model and model is None:
+        raise _missing(recorded, ["model"], command)
+    if not recorded.weights.is_of_user_model and model is not None:
         raise ValueError(
             f"{recorded.path} was trained with the registry model {recorded.model_name}: leave out the model argument"
         )
     check_calls(UserParts(model=model))
 
 
-def check_user_loss(
-    recorded: TrainedRun, loss: Loss | None, metrics: Mapping[str, Metric | PerExample] | None
-) -> UserParts:
-    """Return the loss and metrics to evaluate with; raise ValueError if the loss of the run is missing or not its own.
+def check_evaluated_parts(recorded: TrainedRun, parts: UserParts, *, has_data: bool) -> None:
+    """Raise ValueError if parts with which a run is evaluated are missing, or not its own.
 
     Metrics are not compared: an evaluation may compute any.
+
+    Args:
+        recorded: the run.
+        parts: the parts that are given.
+        has_data: whether the images are those of a packed data set.
     """
-    name = recorded.user_parts.get("loss")
-    if name is not None and loss is None:
-        raise ValueError(
-            f"{recorded.path} was trained with a loss of your own, {name}, which must be given from Python: "
-            f"loopfeed.evaluate({str(recorded.path)!r}, loss=…), or with run-eval --loss {NAME_FORM}"
-        )
-    if name is None and loss is not None:
+    resolved = recorded.record.resolved
+    is_own = {
+        "model": recorded.weights.is_of_user_model,
+        "loss": "loss" in recorded.user_parts,
+        # Of those of its own, the run recorded the number alone.
+        "evaluation": not has_data and bool(resolved.get("num_eval_batches")),
+    }
+    if missing := [name for name, is_needed in is_own.items() if is_needed and getattr(parts, name) is None]:
+        raise _missing(recorded, missing, "run-eval")
+    if not is_own["loss"] and parts.loss is not None:
         raise ValueError(
             f"{recorded.path} was trained with the ready-made loss {recorded.config.loss}: leave out the loss argument"
         )
-    parts = UserParts(loss=loss, metrics=metrics)
+    check_user_model(recorded, parts.model, command="run-eval")
     check_calls(parts)
-    return parts
+
+
+def _missing(recorded: TrainedRun, names: Sequence[str], command: str) -> ValueError:
+    return missing_parts(recorded.path, names, recorded.record.resolved, f"{command} {shlex.quote(str(recorded.path))}")
 
 
 def run_subject(

@@ -124,7 +124,7 @@ def export_model(
             return _write_weights(path, recorded.weights.tensors, recorded.weights.metadata)
         if isinstance(model, str):
             raise ValueError(f"model can be a name only with a weights file, got {model!r} and a run: leave it out")
-        check_user_model(recorded, model, function="loopfeed.export_model", command="export-model")
+        check_user_model(recorded, model, command="export-model")
         return _write(export_run(recorded, model, say), path, chosen)
 
 

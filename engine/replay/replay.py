@@ -3,6 +3,7 @@
 Owns the order of the steps of a replay. Writes nothing into the run's folder and needs no lock on it.
 """
 
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -20,7 +21,7 @@ from loopfeed.engine.crossing.choice import this_platform
 from loopfeed.engine.crossing.devices import devices, split_processor
 from loopfeed.engine.data.dataset import DATA_LOCATION, data_of_record
 from loopfeed.engine.keys import plain_keys
-from loopfeed.engine.named_parts import NAME_FORM, compare_named
+from loopfeed.engine.named_parts import compare_named, missing_parts
 from loopfeed.engine.owners import OF_AN_EVALUATION, STORAGE, TABLES, with_given
 from loopfeed.engine.parts import PartArguments, UserParts, changed_sources, take_parts
 from loopfeed.engine.program.kernels import settle_kernels
@@ -40,7 +41,6 @@ from loopfeed.engine.run.resolve import check_arguments
 from loopfeed.engine.run.run import NonFiniteError, Run
 from loopfeed.engine.settings import SettingError
 from loopfeed.engine.stream.sinks import Sink
-from loopfeed.preprocess.quantities import listed
 from loopfeed.preprocess.regular_file import IrregularFileError
 from loopfeed.preprocess.storage_options import as_text
 
@@ -324,12 +324,7 @@ def _check_user(stretch: RecordedStretch, parts: UserParts) -> None:
     needed["evaluation"] = stretch.is_evaluated and resolved.get("eval_manifest_sha256") is None
     missing = [name for name, is_needed in needed.items() if is_needed and getattr(parts, name) is None]
     if missing:
-        arguments = ", ".join(f"{name}=…" for name in missing)
-        raise ValueError(
-            f"{stretch.run} was trained with your own {listed(missing)}, which must be given from Python: "
-            f"loopfeed.replay_run({str(stretch.run)!r}, {arguments}), or with verify-run "
-            f"{' '.join(f'--{name} {NAME_FORM}' for name in missing)}"
-        )
+        raise missing_parts(stretch.run, missing, resolved, f"verify-run {shlex.quote(str(stretch.run))}")
     for name, is_needed in needed.items():
         if getattr(parts, name) is not None and not is_needed and name != "evaluation":
             raise ValueError(f"{stretch.run} was trained without your own {name}: leave out the {name} argument")

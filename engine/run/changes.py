@@ -14,14 +14,7 @@ import jax
 from loopfeed.engine.config import SETTINGS, TrainConfig, describe_value
 from loopfeed.engine.data.drawn_images import DRAWN_BY
 from loopfeed.engine.data.open_data import RunData
-from loopfeed.engine.named_parts import (
-    NAME_FORM,
-    OWN_FUNCTIONS,
-    OWN_PARTS,
-    USER_SOURCES,
-    options_of,
-    recorded_named_parts,
-)
+from loopfeed.engine.named_parts import OWN_FUNCTIONS, USER_SOURCES, missing_parts
 from loopfeed.engine.owners import names_table, with_absolute_paths
 from loopfeed.engine.parts import UserParts, is_same_part
 from loopfeed.engine.processes import exchange
@@ -211,15 +204,8 @@ def versions_warning(recorded: RecordedRun) -> str | None:
 def check_user(recorded: RecordedRun, run: Path, parts: UserParts) -> None:
     """Raise ValueError if a run used a user-defined part that is not given now."""
     if missing := [name for name in recorded_user_parts(recorded.resolved) if getattr(parts, name, None) is None]:
-        arguments = ", ".join(f"{name}=…" for name in missing)
-        named = listed([OWN_PARTS[name].label for name in missing])
-        if (options := options_of(recorded_named_parts(recorded.resolved), missing)) is not None:
-            raise ValueError(f"{run} was trained with {named} of your own, which must be given again: {options}")
-        raise ValueError(
-            f"{run} was trained with {named} of your own, which must be given from Python: "
-            f"loopfeed.train(dataclasses.replace(loopfeed.run_settings({str(run)!r}), resume=True), {arguments}); or "
-            f"on the command line: {' '.join(f'--{name} {NAME_FORM}' for name in missing)}"
-        )
+        how = f"run-train --run-dir {shlex.quote(str(run))} --resume"
+        raise missing_parts(run, missing, recorded.resolved, how)
 
 
 def check_digests(now: Mapping[str, Any], recorded: Mapping[str, Any]) -> None:
