@@ -238,7 +238,8 @@ def test_ci_lets_pip_compile_nothing_and_downloads_beside_the_tests(machine: Mac
     for name in ("test", "docs", "torture"):
         machine.fake(machine.clone / "scripts" / name, f'echo "{name} $* {said}')
     # The download ends once the tests have begun.
-    waits = f'echo "{said}; case "$*" in *--target*) until grep "^test" "$PIP_LOG"; do sleep 0.1; done ;; esac'
+    wait = 'n=0; until grep "^test" "$PIP_LOG"; do n=$((n + 1)); [ $n -lt 300 ] || exit 1; sleep 0.1; done'
+    waits = f'echo "{said}; case "$*" in *--target*) {wait} ;; esac'
     machine.fake_installer(machine.bin / "python3.12", waits)
     done = machine.run(shlex.quote(str(machine.clone / ".ci/run")), PYTHONDONTWRITEBYTECODE="1")
     assert done.returncode == 0, done.stderr
