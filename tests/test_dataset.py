@@ -44,7 +44,7 @@ def test_the_demo_set_is_the_default_and_the_reason_says_so(elsewhere, cache_fol
 def test_the_demo_set_is_made_once(tmp_path, monkeypatch):
     # 60 drawings instead of 6,000: the full set is made by the demo script.
     draw = demo.draw_demo
-    monkeypatch.setattr(demo_set, "draw_demo", lambda dest, *, size: draw(dest, size=size, num_images=60))
+    monkeypatch.setattr(demo_set, "draw_demo", lambda dest, *, num_images, size: draw(dest, size=size, num_images=60))
     told: list[str] = []
     make_demo(tmp_path / "demo", told.append)
     assert set(list_splits(str(tmp_path / "demo"))) == {"train", "val"}
@@ -56,7 +56,7 @@ def test_the_demo_set_is_made_once(tmp_path, monkeypatch):
 
 def test_a_broken_demo_set_is_replaced_and_nothing_is_left_beside_it(tmp_path, monkeypatch):
     draw = demo.draw_demo
-    monkeypatch.setattr(demo_set, "draw_demo", lambda dest, *, size: draw(dest, size=size, num_images=60))
+    monkeypatch.setattr(demo_set, "draw_demo", lambda dest, *, num_images, size: draw(dest, size=size, num_images=60))
     make_demo(tmp_path / "demo", lambda _: None)
     (tmp_path / "demo/val/manifest.json").unlink()
     make_demo(tmp_path / "demo", lambda _: None)

@@ -74,7 +74,7 @@ def test_the_server_of_the_page_answers_many_threads_with_batches_of_any_size(tm
 @pytest.mark.timeout(600)
 def test_the_page_on_exports_runs_from_top_to_bottom(tmp_path, monkeypatch):
     """On the demo set, whose images have 32 px; the last part where timm is installed."""
-    pack_demo(tmp_path / "demo")
+    pack_demo(tmp_path / "demo", num_images=100)
     monkeypatch.chdir(tmp_path)
     config = TrainConfig(data="demo", model="resnet18", steps=2, batch=4, run_dir="runs/photos")
     train(replace(config, eval_every_steps=2, snapshot_every_steps=2))

@@ -116,17 +116,19 @@ def test_a_pause_of_the_server_costs_waiting_and_nothing_else(place, server):
 def test_a_server_that_is_gone_ends_a_run_and_a_packing_and_both_continue_with_it(place):
     steps, run, other_url = 80, place / "runs/gone", f"{URL}-other"
     train = [*TRAIN, "--eval-split", "off", "--snapshot-every", "5", "--keep", "0"]
+    # Both wait for the server for three seconds; by default it would be twenty.
+    patient = ["--storage-option", "retries=3"]
     with S3Server() as server:
         packing = ["preprocess-imagenet", "photos", URL, "--size", "32", "--shard-images", "64"]
         command(place, server, *packing)
         command(place, server, *train, "--steps", steps, "--data", "local", "--run-dir", "runs/whole")
         slow_packing = ["preprocess-imagenet", "photos", other_url, "--size", "32", "--shard-images", "8"]
-        packer = start(place, server, *slow_packing, "--workers", "1")
+        packer = start(place, server, *slow_packing, "--workers", "1", *patient)
         store = open_location(other_url, storage_options={"endpoint": server.endpoint})
         while not store.list_keys("train/journal/shards/"):
             assert packer.poll() is None, packer.communicate()
         packer.send_signal(signal.SIGSTOP)  # while the run gets that far
-        trainer = start(place, server, *train, "--steps", steps, "--data", URL, "--run-dir", run)
+        trainer = start(place, server, *train, "--steps", steps, "--data", URL, "--run-dir", run, *patient)
         wait_for_steps(run, 12, trainer)
         server.kill()
         packer.send_signal(signal.SIGCONT)

@@ -246,7 +246,7 @@ def test_traceback_is_shown_on_demand(tmp_path):
 
 
 def test_the_demo_set_needs_only_dest(tmp_path, monkeypatch):
-    monkeypatch.setattr(demo_set, "draw_demo", lambda dest, **values: draw_demo(dest, num_images=20, **values))
+    monkeypatch.setattr(demo_set, "draw_demo", lambda dest, **values: draw_demo(dest, **values | {"num_images": 20}))
     result = run("--demo", tmp_path / "demo")
     assert result.exit_code == 0, result.output
     assert "train: 20 images of 10 classes packed." in result.stdout

@@ -21,7 +21,7 @@ if data == "data/demo" and not Path(data).exists():
 settings: dict[str, Any] = {
     "data": data,
     "model": "resnet8",
-    "batch": 128,
+    "batch": 64,
     "steps": 50,
     "schedule": "cosine",
 }

@@ -4,7 +4,7 @@ import optuna
 
 from loopfeed import Callback, EvaluationRecord, TrainConfig, pack_demo, train
 
-pack_demo("demo-data")
+pack_demo("demo-data", num_images=500)
 are_cached: list[bool] = []
 
 
@@ -41,7 +41,7 @@ def objective(trial: optuna.Trial) -> float:
 
 sampler, pruner = optuna.samplers.TPESampler(seed=0), optuna.pruners.MedianPruner(2)
 study = optuna.create_study(sampler=sampler, pruner=pruner)
-study.optimize(objective, n_trials=8)
+study.optimize(objective, n_trials=6)
 states = [trial.state.name for trial in study.trials]
 print(states, study.best_params, study.best_value)
 assert set(states) == {"COMPLETE", "PRUNED"}

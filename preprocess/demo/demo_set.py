@@ -41,6 +41,7 @@ DEMO_SIZE = 32
 def pack_demo(
     data: str | os.PathLike[str],
     *,
+    num_images: int = NUM_TRAIN_IMAGES,
     overwrite: bool = False,
     on_progress: Callable[[str, PackProgress], None] = lambda _split, _progress: None,
     storage_options: Mapping[str, str] | None = None,
@@ -51,18 +52,20 @@ def pack_demo(
 
     Args:
         data: a folder or a TensorStore URL.
+        num_images: training images, at least 10; a fifth as many validation images are packed in addition.
         overwrite: delete an existing pack and start over.
         on_progress: called with a split's name and its progress.
         storage_options: how to reach a remote store, such as ``{"endpoint": "http://127.0.0.1:9000"}``.
 
     Raises:
         ShardError: `data` contains something else, or cannot be written.
+        ValueError: `num_images` is too small.
     """
     location = prepare_for_writing(open_location(data, storage_options=storage_options))
     rule = ResizeRule(size=DEMO_SIZE, resize=DEMO_SIZE)
     settings = PackSettings(rule=rule, num_workers=num_cores())
     with tempfile.TemporaryDirectory(prefix="loopfeed-demo-") as folder:
-        drawn = draw_demo(Path(folder) / "demo", size=DEMO_SIZE)
+        drawn = draw_demo(Path(folder) / "demo", num_images=num_images, size=DEMO_SIZE)
         with open_source(drawn) as source:
             for name, split in source.splits.items():
                 pack_split(
