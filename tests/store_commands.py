@@ -23,11 +23,11 @@ def environment_of(folder, server):
     return os.environ | found | {"HOME": str(folder), "PYTHONPATH": str(ROOT)}
 
 
-def start(folder, server, *arguments):
+def start(folder, server, *arguments, is_small=True):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     module, _, function = project["scripts"][arguments[0]].partition(":")
     program = f"import sys; from {module} import {function} as main; sys.argv[0] = {arguments[0]!r}\n"
-    if arguments[0] in {"run-train", "run-eval"}:
+    if is_small and arguments[0] in {"run-train", "run-eval"}:
         program += "from tests.small_resnets import small_resnets\nwith small_resnets(): main()"
     else:
         program += "main()"
@@ -41,8 +41,8 @@ def start(folder, server, *arguments):
     )
 
 
-def command(folder, server, *arguments, code=0):
-    process = start(folder, server, *arguments)
+def command(folder, server, *arguments, code=0, **how):
+    process = start(folder, server, *arguments, **how)
     out, err = process.communicate(timeout=600)
     assert process.returncode == code, out + err
     return out + err

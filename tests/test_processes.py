@@ -56,13 +56,13 @@ def test_processes_train_on_the_same_bits_to_the_same_losses(alone, tmp_path, nu
     evaluations = [[[each["loss"], each["top1"]] for each in records(where, "eval.jsonl")] for where in (alone, folder)]
     np.testing.assert_allclose(evaluations[1], evaluations[0], rtol=1e-5)
     assert len(re.findall(r"^step 1/8 ", printed, re.MULTILINE)) == 1
-    # The run of several processes goes on in one, and the other way round.
+    if number == 2:
+        return
+    # The run of several processes goes on in one, and is replayed there.
     shutil.copytree(folder, tmp_path / "copy")
     parts = [*EVERYTHING[:6], "--batches", f"{MODULE}:rows_alone"]
     run(*parts, "--run-dir", str(tmp_path / "copy"), "--resume", "--steps", "10", "--devices", "1")
     assert [each["step"] for each in records(tmp_path / "copy")] == list(range(1, 11))
-    if number == 2:
-        return
     done = subprocess.run(
         [sys.executable, "-c", VERIFY, *EVERYTHING[:6], "--batches", f"{MODULE}:rows_alone", str(tmp_path / "copy")],
         cwd=ROOT,

@@ -126,7 +126,8 @@ def test_a_bucket_that_does_not_exist_is_named(server):
 def test_a_server_that_is_gone_ends_the_run_and_two_processes_resume_it(place, server):
     url, options = url_of("gone"), ["--storage-option", "timeout=4", "--storage-option", "retries=2"]
     location = open_location(url)
-    process = start(place, server, *RUN, "--steps", "100000", "--run-dir", url, *options)
+    # The processes that a command spawns know no smaller networks.
+    process = start(place, server, *RUN, "--steps", "100000", "--run-dir", url, *options, is_small=False)
     wait_for(lambda: has_snapshot(location, 20), process)
     state = state_of(location)
     with stopped(server):
@@ -146,7 +147,7 @@ def test_a_server_that_is_gone_ends_the_run_and_two_processes_resume_it(place, s
     assert steps >= done > 0
     # The others read what the first one has uploaded.
     resume = ["run-train", "--run-dir", url, "--resume", "--steps", steps + 2, "--spawn", "2", *options]
-    out = command(place, server, *resume)
+    out = command(place, server, *resume, is_small=False)
     assert "continuing the working copy" in out
     assert re.search(rf"done: {steps + 2:,} steps, 2 of them", out), out
     download(location, place / "resumed-by-two")
