@@ -200,7 +200,6 @@ def check_parts(config: TrainConfig, parts: UserParts) -> None:
     _check_user_evaluation(config, parts.evaluation)
     _check_user_loss(config, parts.loss)
     _check_class_weights(config, parts.loss)
-    _check_user_metrics(parts.metrics)
     check_updates(config, parts.optimizer, parts.schedule)
     _check_user_augment(parts.augment)
     check_calls(parts)
@@ -211,6 +210,7 @@ def check_calls(parts: UserParts) -> None:
 
     An optimizer and a schedule are called when they are checked, so they need not be here.
     """
+    _check_user_metrics(parts.metrics)
     model = parts.model
     if model is not None and hasattr(model, "init") and hasattr(model, "apply"):
         name, names = name_of_model(model), ("train", "key") if takes_key(model) else ("train",)
@@ -328,6 +328,11 @@ def _check_user_evaluation(config: TrainConfig, evaluation: Any) -> None:
             "one out, or give {eval_split} off to train on the other folds only",
             found=config.fold,
         )
+    check_evaluation(evaluation)
+
+
+def check_evaluation(evaluation: Any) -> None:
+    """Raise ValueError if evaluation images of the user's own have neither of their two forms."""
     if evaluation is None or hasattr(evaluation, "num_batches"):
         return
     if isinstance(evaluation, tuple) and len(evaluation) == len(("pixels", "labels")):

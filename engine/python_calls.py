@@ -18,6 +18,7 @@ from types import FrameType, FunctionType, TracebackType
 from typing import Any, NamedTuple, Unpack, cast, get_args, get_origin, get_type_hints
 
 from loopfeed.engine.config import SETTINGS
+from loopfeed.engine.python_arguments import check_arguments, checks_of
 from loopfeed.engine.settings import SettingError
 from loopfeed.preprocess.suggestions import did_you_mean
 
@@ -46,6 +47,9 @@ def called_from_python[**P, T](function: Callable[P, T]) -> Callable[P, T]:
 
     What it returns is prepared for the user too. A call by Loopfeed itself is that of the function.
     """
+    shown_signature = _shown_signature(function)
+    # A dataclass checks its own fields.
+    checks = checks_of(shown_signature) if _is_written(cast(FunctionType, function)) else {}
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -57,6 +61,7 @@ def called_from_python[**P, T](function: Callable[P, T]) -> Callable[P, T]:
         if callable(notify := kwargs.get("notify")):
             kwargs["notify"] = lambda line: notify(in_python_words(line, function))
         try:
+            check_arguments(checks, args, kwargs)
             found = function(*args, **kwargs)
         except BaseException as error:
             for_python(error, function)
@@ -68,7 +73,7 @@ def called_from_python[**P, T](function: Callable[P, T]) -> Callable[P, T]:
             _prepare_class(type(found))
         return found
 
-    cast(Any, call).__signature__ = _shown_signature(function)
+    cast(Any, call).__signature__ = shown_signature
     return call
 
 

@@ -37,8 +37,11 @@ _OTHER_NAMES = {
     "random": "randomcrop",
     "centre": "centercrop",
     "zeros": "constant zero",
+    "size": "imagesize imgsize resolution maxresolution",
+    "holdout": "valsplit valpct validpct valfraction validationsplit testsize",
+    "workers": "numworkers nproc numproc jobs",
 }
-"""What other programs call a choice of ours, in lower case and without separators."""
+"""What other programs call our choices and the options of packing, in lower case and without separators."""
 
 WEIGHTS_BY_NAME = (
     "Weights are taken by name from the Hugging Face hub, with the extra hub: `run-train --init-from "
@@ -66,7 +69,7 @@ def nearest(word: object, known: Iterable[str], *, similarity: float = 0.6) -> s
     """Return the known word that is most similar to ``word``, ignoring case; None if none is near.
 
     Near are misspellings, in which one letter of four may differ, and words that contain all of the other; before them,
-    what other programs call a choice of ours.
+    what other programs call it.
     """
     known = list(known)
     plain = _SEPARATORS.sub("", _folded(str(word)))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import loopfeed
@@ -107,6 +108,7 @@ def test_an_error_of_a_rule_has_no_frames_and_a_fault_of_loopfeed_keeps_its_own(
 
 
 NONE = "/no/such/path"
+ARRAYS = np.zeros((4, 8, 8, 3), np.uint8), np.arange(4)
 called: Any = loopfeed  # as a notebook, which no type checker reads
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "TrainConfig": (lambda: called.TrainConfig(stesp=1), "TrainConfig has no setting 'stesp': did you mean steps?"),
@@ -125,7 +127,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "show_batch": (lambda: called.show_batch(TrainConfig(data=NONE)), "/no/such/path does not exist"),
     "explain_program": (lambda: called.explain_program(TrainConfig(data=NONE)), "/no/such/path does not exist"),
     "open_run": (lambda: called.open_run(NONE), "RUN must be a run folder, but /no/such/path does not exist"),
-    "open_run, a type": (lambda: called.open_run(None), "expected str, bytes or os.PathLike object"),
+    "open_run, a type": (lambda: called.open_run(None), "run must be a path, got None"),
     "run_settings": (lambda: called.run_settings(NONE), "RUN must be a run folder"),
     "pack": (lambda: called.pack(NONE, "out"), "/no/such/path does not exist; give the folder"),
     "pack, an argument": (lambda: called.pack(NONE, "out", sizee=1), "no argument sizee: did you mean size?"),
@@ -146,6 +148,49 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "join_processes": (lambda: called.join_processes("a:1"), "but num_processes and process_id are missing"),
     "top_k": (lambda: called.top_k(0), "k of top_k must be at least 1"),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("pack", {"source": ".", "dest": None}, "dest must be a path, got None"),
+        (
+            "pack",
+            {"source": ".", "dest": "out", "overwrite": "no"},
+            "overwrite must be True or False, got 'no' of type str",
+        ),
+        (
+            "pack",
+            {"source": ".", "dest": "out", "size": (32, 32)},
+            "size must be a whole number or a string, got (32, 32)",
+        ),
+        ("pack", {"source": ".", "dest": "out", "holdout": "0.1"}, "holdout must be a number, got '0.1'"),
+        ("pack", {"source": ".", "dest": "out", "workers": 1.5}, "workers must be a whole number or None, got 1.5"),
+        ("pack", {"source": ".", "dest": "out", "levels": 3}, "levels must be a string or None, got 3"),
+        ("predict", {"run_or_file": ".", "images": [], "settings": [1]}, "settings must be a mapping or None, got [1]"),
+        ("predict", {"run_or_file": ".", "images": [], "notify": "x"}, "notify must be a function, got 'x'"),
+        ("export_model", {"run_or_weights": ".", "out": "a", "overwrite": 1}, "overwrite must be True or False, got 1"),
+        ("evaluate", {"run": 3}, "run must be a path or a TrainConfig, got 3 of type int"),
+        ("build_model", {"name": "resnet8", "num_classes": 1.5, "image_size": 8}, "num_classes must be a whole number"),
+    ],
+)
+def test_an_argument_of_another_type_is_refused_before_anything_is_written(
+    tmp_path, monkeypatch, name, arguments, message
+):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(TypeError) as refused:
+        getattr(loopfeed, name)(**arguments)
+    assert str(refused.value).startswith(message)
+    assert frames(refused.value) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_numbers_of_numpy_and_paths_are_arguments_too(tmp_path):
+    any_call: Any = loopfeed
+    any_call.pack(
+        ARRAYS, tmp_path / "packed", size=np.int64(8), workers=np.uint8(1), overwrite=np.bool(True), holdout=0
+    )
+    assert loopfeed.open_split(tmp_path / "packed", "train").num_images == len(ARRAYS[1])
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -62,6 +62,7 @@ FLOORS = (
     "loopfeed.engine.spans",
     "loopfeed.engine.images",
     "loopfeed.engine.config",
+    "loopfeed.engine.python_arguments",
     "loopfeed.engine.python_calls",
     "loopfeed.engine.owners",
     "loopfeed.engine.named_parts",

@@ -19,7 +19,7 @@ from loopfeed.preprocess.commands.grouped_help import GroupedCommand
 from loopfeed.preprocess.commands.guarded_output import reporting, show_only_on_stdout
 from loopfeed.preprocess.commands.pack_report import announce, announce_dry_run
 from loopfeed.preprocess.commands.storage import open_given, storage_option
-from loopfeed.preprocess.commands.suggesting import NamedElsewhere, NumberOrWord, SuggestingChoice
+from loopfeed.preprocess.commands.suggesting import NumberOrWord, SuggestingChoice
 from loopfeed.preprocess.decoding.default_resize import AUTO, DEFAULT_SIZE, LARGEST_SIZE_WITHOUT_MARGIN, MAX_SIZE
 from loopfeed.preprocess.quantities import quantity
 from loopfeed.preprocess.storage_options import parse_pairs
@@ -95,8 +95,6 @@ _SQUARE = "square"
 )
 @click.option(
     "--holdout",
-    cls=NamedElsewhere,
-    also_called=("val_split", "val_pct", "valid_pct", "val_fraction", "validation_split", "test_size"),
     type=click.FloatRange(0, 1, max_open=True),
     default=0.0,
     metavar="FRACTION",
@@ -113,8 +111,6 @@ _SQUARE = "square"
 @click.option("--demo", is_flag=True, help="Draw the small demo data set and pack it at 32 px; give only DEST.")
 @click.option(
     "--size",
-    cls=NamedElsewhere,
-    also_called=("image_size", "img_size", "max_resolution", "resolution"),
     type=NumberOrWord(AUTO, 1, MAX_SIZE),
     default=DEFAULT_SIZE,
     metavar=f"PIXELS|{AUTO}",
@@ -208,8 +204,6 @@ _SQUARE = "square"
 @click.option("--scheduler", metavar="ADDRESS", help="Address of the Dask scheduler, e.g. tcp://node1:8786.")
 @click.option(
     "--workers",
-    cls=NamedElsewhere,
-    also_called=("num_workers", "jobs", "threads", "num_proc"),
     type=click.IntRange(1),
     metavar="THREADS",
     show_default="one per core; with --executor dask, one per shard file in progress",

@@ -6,6 +6,7 @@ message is the reason to write to `failures.jsonl`.
 """
 
 import math
+import numbers
 import re
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -87,6 +88,8 @@ class ResizeRule:
     def __post_init__(self) -> None:
         for name in ("size", "resize"):
             value = getattr(self, name)
+            if isinstance(value, numbers.Integral) and not isinstance(value, bool):  # such as NumPy's
+                object.__setattr__(self, name, value := int(value))
             if type(value) is not int or not 1 <= value <= MAX_SIZE:
                 raise ValueError(f"{name} must be a whole number from 1 to {MAX_SIZE}, got {value!r}")
         if self.resize < self.size:
