@@ -5,6 +5,7 @@ import io
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import threading
@@ -101,6 +102,18 @@ def test_the_summary_waits_for_a_slow_reader_unless_a_signal_stopped_the_run(mon
     summarise(replace(result, stopped_by="SIGTERM"))
     assert gone.getvalue() == ""
     gone.gate.set()
+    # A terminal that is narrow gets lines that end between words, but for what is copied from it.
+    narrow = io.StringIO()
+    monkeypatch.setattr(narrow, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stdout", narrow)
+    monkeypatch.setattr(shutil, "get_terminal_size", lambda: os.terminal_size((40, 24)))
+    summarise(replace(result, stopped_by="SIGTERM", snapshot_step=2, run_dir="a/" * 40))
+    lines = narrow.getvalue().splitlines()
+    assert [line for line in lines if len(line) > 40] == [
+        f"run folder: {'a/' * 40}",
+        f"to resume: run-train --run-dir {'a/' * 40} --resume",
+    ]
+    assert " ".join(" ".join(lines).split()).startswith("stopped by SIGTERM: 2 steps in ")
 
 
 def test_a_terminal_that_lacks_characters_shows_others(tmp_path):

@@ -211,7 +211,7 @@ def test_wrong_usage_is_one_clear_error(place, monkeypatch, arguments, message):
 def test_a_loss_without_classes_and_a_model_of_your_own_are_refused_without_more(tmp_path):
     train(toy_config(steps=1, run_dir=tmp_path / "own"), model=Linear(), batches=toy_batch)
     pixels = np.zeros((3, 4, 4, 3), np.uint8)
-    with pytest.raises(ValueError, match=r"loopfeed\.predict\('.*', model=…\), or with predict-images --model package"):
+    with pytest.raises(ValueError, match=r"a model \(linear\) of your own, which must be given again: model=…$"):
         predict(tmp_path / "own", pixels)
     with pytest.raises(ValueError, match="images must contain at least one image, got none: give paths or an array"):
         predict(tmp_path / "own", [], model=Linear())

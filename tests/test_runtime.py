@@ -280,6 +280,19 @@ def test_the_report_fits_a_terminal(launch):
     assert lines[0].startswith("runtime report: launch 12 of 12, 500 steps after step 0, done")
 
 
+@pytest.mark.parametrize("width", [40, 60, 79])
+def test_the_report_of_a_narrow_terminal_breaks_between_words_and_keeps_its_tables(width):
+    report = RuntimeReport((FULL,), add_up([FULL]))
+    wide, lines = describe_runtime(report), describe_runtime(report, width).splitlines()
+    assert [line for line in lines if len(line) > width and len(line.split()) > 1] == []
+    assert {word for line in lines for word in line.split()} <= {*wide.split(), "traced", "compiled"}
+    (titles,) = (line for line in lines if line.split()[:1] == ["count"])
+    (row,) = (line for line in lines if line.strip().startswith("push "))
+    # Each number ends below its title.
+    assert len(titles.split()) == len(row.replace(" s", "").split()) - 1
+    assert len(titles) == len(row)
+
+
 def test_the_report_says_what_the_record_says():
     text = " ".join(describe_runtime(RuntimeReport((FULL,), add_up([FULL]))).split())
     for part in ("training 100.00 s 20.00 s", "2.00 s from the cache", "3 × convolution f32[8] in conv1",

@@ -125,7 +125,7 @@ def test_a_run_with_own_parts_is_trained_resumed_evaluated_and_verified(place):
     assert code == 0, output
     code, output = call(verify_run, "run", *OPTIONS[2:])
     assert code == 2
-    assert "verify-run --model package.module:function" in output.replace("\n", " ")
+    assert "`verify-run run --model mine:Model`" in output.replace("\n", " ")
 
 
 @pytest.mark.parametrize(

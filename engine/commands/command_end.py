@@ -94,8 +94,11 @@ def say_in_time(text: str, limit_s: float) -> None:
 
 
 def say_on_terminal(console: "Console", text: str) -> None:
-    """Remove control characters from a message and print it above the live display of the console."""
-    console.print(printable_text(text), markup=False, highlight=False, soft_wrap=True)
+    """Remove control characters from a message and print it above the live display, broken between words."""
+    from loopfeed.engine.runtime.report import wrap_words
+
+    lines = (wrap_words(line, console.width) for line in printable_text(text).split("\n"))
+    console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 
 
 def describe_error(error: Exception, name_setting: Callable[[str], str] = str) -> str:

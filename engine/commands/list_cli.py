@@ -128,12 +128,14 @@ def _json(runs: "list[RunSummary]") -> str:
 def _print_table(runs: "list[RunSummary]", folder: str, now_s: float) -> None:
     from loopfeed.engine.commands.run_table import table_lines
     from loopfeed.engine.commands.seed_groups import group_by_seed, group_line
+    from loopfeed.engine.runtime.report import wrap_words
 
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     names = [_name_in(run.run, folder) for run in runs]
     click.echo("\n".join(table_lines(runs, names, now_s, width)))
     for group in group_by_seed(runs):
-        click.echo(group_line(group, names))
+        line = group_line(group, names)
+        click.echo(line if width is None else wrap_words(line, width))
     for run, name in zip(runs, names, strict=True):
         if run.fault is not None:
             click.echo(printable_line(f"{name}: {run.fault}"), err=True)

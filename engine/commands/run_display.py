@@ -3,6 +3,7 @@
 import io
 import os
 import shlex
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 # For whoever reads the summary: a pager may be paused. A signal asked for an end at once.
 _READER_S, _STOPPED_S = 30.0, 1.0
+_COPIED = ("to resume: ", "run folder: ")
 
 
 class LossDisplay:
@@ -127,12 +129,21 @@ def summarise(
         lines.append(f"verdict: {verdict.line}")
     if not result.is_complete and result.snapshot_step is not None:
         lines.append(f"to resume: run-train --run-dir {shlex.quote(place)} --resume{_processes()}")
+    width = shutil.get_terminal_size().columns if sys.stdout is not None and sys.stdout.isatty() else None
+    if width is not None:
+        from loopfeed.engine.runtime.report import wrap_words
+
+        # A command or a path that is copied must not have line breaks of ours.
+        lines = [each if each.startswith(_COPIED) else wrap_words(each, width) for each in lines]
     # The summary comes last, where it stays on the screen.
-    text = "\n".join([*_tables(result, profile_format, runtime_report=runtime_report), *lines])
+    tables = _tables(result, profile_format, width, runtime_report=runtime_report)
+    text = "\n".join([*tables, *lines])
     say_in_time(text, _READER_S if result.stopped_by in (*COMPLETE_ENDS, "callback") else _STOPPED_S)
 
 
-def _tables(result: "TrainResult", profile_format: ProfileFormat, *, runtime_report: bool) -> Iterator[str]:
+def _tables(
+    result: "TrainResult", profile_format: ProfileFormat, width: int | None, *, runtime_report: bool
+) -> Iterator[str]:
     """Yield the profile and the runtime report that the user asked for."""
     if result.profile is not None:
         from loopfeed.engine.profile.formats import format_profile
@@ -141,4 +152,4 @@ def _tables(result: "TrainResult", profile_format: ProfileFormat, *, runtime_rep
     if runtime_report:
         from loopfeed.engine.runtime.report import describe_runtime
 
-        yield describe_runtime(result.runtime) + "\n"
+        yield describe_runtime(result.runtime, min(80, width or 80)) + "\n"

@@ -2,8 +2,7 @@
 
 import statistics
 import textwrap
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Iterator, Sequence
 
 from loopfeed.engine.runtime.record import LaunchRuntime, RuntimeReport
 from loopfeed.engine.spans import Times
@@ -12,11 +11,17 @@ from loopfeed.preprocess.quantities import quantity
 _WIDTH = 80
 _MOST_STALLS = _MOST_SLOW = 3
 _MOST_PATH = 42
+_TIMES = ("total", "p50", "p90", "p99", "max")
 _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
-def describe_runtime(report: RuntimeReport) -> str:
-    """Return the newest launch of a run, and the goodput over all launches, as text of at most 80 columns."""
+def describe_runtime(report: RuntimeReport, width: int = _WIDTH) -> str:
+    """Return the newest launch of a run, and the goodput over all launches, as text.
+
+    Args:
+        report: the record of the run.
+        width: the columns of a line; a longer word, such as a path, stays whole.
+    """
     launch, count = report.last, len(report.launches)
     steps = quantity(launch.end_step - launch.start_step, "step")
     lines = [
@@ -25,9 +30,9 @@ def describe_runtime(report: RuntimeReport) -> str:
     ]
     for part in (
         _goodput(report),
-        _programs(launch),
-        _stages(launch),
-        _times(launch),
+        _programs(launch, width),
+        _stages(launch, width),
+        _times(launch, width),
         _reading(launch),
         _stalls(launch),
         _memory(launch),
@@ -37,8 +42,12 @@ def describe_runtime(report: RuntimeReport) -> str:
         lines.extend(part)
     if launch.verdict is not None:
         lines.append(f"verdict: {launch.verdict.line}")
-    wrap = partial(textwrap.fill, width=_WIDTH, subsequent_indent="  ", break_on_hyphens=False)
-    return "\n".join(map(wrap, lines))
+    return "\n".join(wrap_words(line, width) for line in lines)
+
+
+def wrap_words(text: str, width: int) -> str:
+    """Return a line of text as lines of so many columns, broken between words, all but the first indented."""
+    return textwrap.fill(text, width, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False)
 
 
 def _goodput(report: RuntimeReport) -> Iterator[str]:
@@ -57,11 +66,14 @@ def _goodput(report: RuntimeReport) -> Iterator[str]:
         yield f"  {quantity(goodput.lost_steps, 'step')} were made again after a resume from an earlier step"
 
 
-def _programs(launch: LaunchRuntime) -> Iterator[str]:
-    yield "programs            traced in    compiled in"
+def _programs(launch: LaunchRuntime, width: int) -> Iterator[str]:
+    traced, compiled = (11, 15) if width >= _WIDTH else (10, 10)
+    titles = ("traced in", "compiled in") if width >= _WIDTH else ("traced", "compiled")
+    yield f"{'programs':<18}{titles[0]:>{traced}}{titles[1]:>{compiled}}"
     for program in launch.programs:
         origin = "  from the cache" if program.from_cache else ""
-        yield f"  {program.name:<16}{program.trace_s:>9.2f} s{program.compile_s:>13.2f} s{origin}"
+        cells = f"{program.trace_s:>{traced - 2}.2f} s{program.compile_s:>{compiled - 2}.2f} s"
+        yield f"  {program.name:<16}{cells}{origin}"
     every = launch.compilations
     yield (
         f"  in all: {quantity(every.num_traces, 'trace')}, {quantity(every.num_programs, 'program')}, "
@@ -69,24 +81,28 @@ def _programs(launch: LaunchRuntime) -> Iterator[str]:
     )
 
 
-def _stages(launch: LaunchRuntime) -> Iterator[str]:
+def _stages(launch: LaunchRuntime, width: int) -> Iterator[str]:
+    steps_width = 24 if width >= _WIDTH else 14
     if launch.stages:
-        yield "stages               steps    images/s  first step"
+        yield f"stages{'steps':>{steps_width - 4}}{'images/s':>12}{'first step':>12}"
     for stage in launch.stages:
         steps = f"{stage.start_step + 1} to {stage.end_step}"
         speed = stage.num_images / stage.seconds if stage.seconds else 0
-        yield f"  {steps:>24}{speed:>12,.1f}{_seconds(stage.first_step_s):>12}"
+        yield f"  {steps:>{steps_width}}{speed:>12,.1f}{_seconds(stage.first_step_s):>12}"
 
 
-def _times(launch: LaunchRuntime) -> Iterator[str]:
-    yield f"{'':<18}{'count':>9}{'total':>10}{'p50':>10}{'p90':>10}{'p99':>10}{'max':>10}"
+def _times(launch: LaunchRuntime, width: int) -> Iterator[str]:
+    # Those for which there is room, the most telling first.
+    room = max(1, (width - 27) // 10)
+    names = [name for name in _TIMES if name in ("total", "max", "p50", "p99", "p90")[:room]]
+    yield f"{'':<18}{'count':>9}" + "".join(f"{name:>10}" for name in names)
     for name, times in (
         ("step's wait", launch.pulls.waits),
         ("push", launch.pushes.times),
         ("snapshot write", launch.snapshots.writes),
     ):
         if times.count:
-            yield _row(name, times)
+            yield _row(name, times, names)
     pulls, pushes = launch.pulls, launch.pushes
     evaluated = f", {pulls.evaluation_count:,} for evaluations" if pulls.evaluation_count else ""
     # Copies of small batches are not timed.
@@ -102,9 +118,9 @@ def _times(launch: LaunchRuntime) -> Iterator[str]:
         )
 
 
-def _row(name: str, times: Times) -> str:
-    cells = (times.total_s, times.p50_s, times.p90_s, times.p99_s, times.max_s)
-    return f"  {name:<16}{times.count:>9,}" + "".join(f"{_seconds(each):>10}" for each in cells)
+def _row(name: str, times: Times, names: Sequence[str]) -> str:
+    cells = "".join(f"{_seconds(getattr(times, f'{each}_s')):>10}" for each in names)
+    return f"  {name:<16}{times.count:>9,}{cells}"
 
 
 def _reading(launch: LaunchRuntime) -> Iterator[str]:
