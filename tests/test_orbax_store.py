@@ -57,7 +57,11 @@ def test_the_files_are_those_of_orbax(tmp_path):
     facts = {"step": 3, "text": "ü"}
     save_items(tmp_path / "ours", arrays, facts)
     items = {"facts": ocp.args.JsonSave(facts), "state": ocp.args.PyTreeSave(arrays)}
-    with orbax_store._quiet(), ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
+    registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
+    uncompressed = ocp.PyTreeCheckpointHandler(use_compression=False)
+    registry.add("state", ocp.args.PyTreeSave, uncompressed)
+    handler = ocp.CompositeCheckpointHandler(handler_registry=registry)
+    with orbax_store._quiet(), ocp.Checkpointer(handler) as checkpointer:
         checkpointer.save(tmp_path / "orbax", args=ocp.args.Composite(**items))
 
     def content(path):

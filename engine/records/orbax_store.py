@@ -110,8 +110,11 @@ def _save_arrays(path: Path, arrays: dict[str, Any]) -> None:
 
 def _write(path: Path, name: str, array: NDArray[Any], context: Any, transaction: Any) -> Any:
     """Start to write an array, which must not change before the transaction ends; return the future."""
-    # As Orbax: metadata inside of the nodes, and one node for all arrays.
-    store = arrays_store(path) | {"config": {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 100_000_000}}
+    # As Orbax: metadata inside of the nodes, and one node for all arrays. But without its zstd, which makes floats 8 %
+    # smaller, takes two thirds of the time for 100 MB, and fills the heap of each thread that compresses.
+    store = arrays_store(path) | {
+        "config": {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 100_000_000, "compression": None}
+    }
     stored = ts.open(
         {
             "driver": "zarr",
@@ -120,7 +123,7 @@ def _write(path: Path, name: str, array: NDArray[Any], context: Any, transaction
             "metadata": {
                 "shape": array.shape,
                 "chunks": array.shape,
-                "compressor": {"id": "zstd", "level": 1},
+                "compressor": None,
                 "dimension_separator": ".",
             },
             "store_data_equal_to_fill_value": True,
