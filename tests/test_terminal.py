@@ -108,6 +108,15 @@ def test_the_best_of_a_resumed_run_counts_the_evaluations_before_it(tmp_path, fi
     assert best in sink.summary().plain
 
 
+@pytest.mark.parametrize(("step", "expected"), [(4, " 4/10 .* waiting for the first"), (10, "10/10 .* all steps are")])
+def test_a_resumed_run_begins_with_the_steps_that_are_done(step, expected):
+    sink, drawn = make_sink(steps=10)
+    sink.describe_run(RunDescription({"keep_best": None}, {}, None, step, None, print))
+    sink.open()
+    sink.close()
+    assert re.match(expected, lines_of(drawn)[-1])
+
+
 def test_a_run_that_ends_early_leaves_its_line_and_the_cursor():
     sink, drawn = make_sink(steps=10)
     sink.open()

@@ -59,7 +59,7 @@ class ProgressSink:
             def render(self, task: Task) -> "Text":  # noqa: ARG002 - the sink knows more than the task
                 return sink.summary(console.width - taken)
 
-        self._image_at, self._steps = image_at, steps
+        self._image_at, self._steps, self._is_complete = image_at, steps, False
         self._epoch_at: Callable[[int], float] | None = None
         self._best: EvaluationRecord | None = None
         self._compared: str | None = None
@@ -79,6 +79,8 @@ class ProgressSink:
     def describe_run(self, description: RunDescription) -> None:
         """Begin with the best evaluation of the launches before, by `keep_best`, else by top-1, else by the loss."""
         self._epoch_at, self._compared = description.epoch_at, description.settings["keep_best"]
+        self._progress.update(self._task, completed=description.step)
+        self._is_complete = description.step >= self._steps
         if description.run_dir is not None:
             self._best = best_until(description.run_dir, description.step, self._compared)
 
@@ -127,7 +129,7 @@ class ProgressSink:
             return Text(f"evaluating: {evaluation.batch:,} of {quantity(evaluation.num_batches, 'batch')}")
         recent = tuple(self._recent)
         if not recent:
-            return Text("waiting for the first step", style="dim")
+            return Text("all steps are done" if self._is_complete else "waiting for the first step", style="dim")
         elapsed_s = recent[-1].time - recent[0].time
         images = self._image_at(recent[-1].step) - self._image_at(recent[0].step)
         images_per_s = images / elapsed_s if elapsed_s > 0 else recent[-1].images_per_s
