@@ -59,7 +59,7 @@ def resnet18(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory, small_resnets):
-    return write_drawn_weights(tmp_path_factory.mktemp("weights") / "resnet8.safetensors", "resnet8")
+    return write_drawn_weights(tmp_path_factory.mktemp("weights") / "resnet14.safetensors", "resnet14")
 
 
 def predicted(source, pixels, **given):

@@ -25,12 +25,12 @@ SETTINGS: dict[str, Any] = {
 RULE = "the normalisation of frozen batch norms"
 
 
-def given_weights(path, num_classes=CLASSES):
+def given_weights(path, num_classes=CLASSES, model=SETTINGS["model"]):
     """Return weights whose running statistics are not those of the batches of the test, and their file."""
-    params, stats = build_model("resnet8", num_classes=num_classes, image_size=4).init(jax.random.key(1))
+    params, stats = build_model(model, num_classes=num_classes, image_size=4).init(jax.random.key(1))
     random = np.random.default_rng(0)
     stats = jax.tree.map(lambda leaf: jnp.asarray(random.uniform(0.5, 1.5, leaf.shape), jnp.float32), stats)
-    return (params, stats), saved(path, name_tensors("resnet8", params, stats))
+    return (params, stats), saved(path, name_tensors(model, params, stats))
 
 
 def plain_loop(params, stats, is_frozen, fixed):
@@ -54,20 +54,21 @@ def plain_loop(params, stats, is_frozen, fixed):
 
 @small_resnets()
 @pytest.mark.parametrize(
-    ("freeze", "is_frozen", "fixed"),
+    ("model", "freeze", "is_frozen", "fixed"),
     [
-        (r"(?!fc\.).*", lambda path: not path.startswith("fc."), ("bn1", "layer1")),
-        ("conv1.*,bn1.*", lambda path: path.split(".")[0] in ("conv1", "bn1"), ("bn1",)),
+        ("resnet8", r"(?!fc\.).*", lambda path: not path.startswith("fc."), ("bn1",)),
+        ("resnet14", "conv1.*,bn1.*", lambda path: path.split(".")[0] in ("conv1", "bn1"), ("bn1",)),
         # The gradients of what is below pass through these norms.
-        ("layer1.*", lambda path: path.startswith("layer1"), ("layer1",)),
-        (r".*\.(mean|var)", lambda _: False, ("bn1", "layer1")),
+        ("resnet14", "layer1.*", lambda path: path.startswith("layer1"), ("layer1",)),
+        ("resnet8", r".*\.(mean|var)", lambda _: False, ("bn1",)),
         # Without the statistics, which move.
-        (r"bn1\.(scale|bias)", lambda path: path.startswith("bn1."), ()),
+        ("resnet8", r"bn1\.(scale|bias)", lambda path: path.startswith("bn1."), ()),
     ],
 )
-def test_what_is_frozen_normalises_with_its_running_statistics(tmp_path, freeze, is_frozen, fixed):
-    (params, stats), path = given_weights(tmp_path / "w.safetensors")
-    found = train(TrainConfig(**SETTINGS, init_from=path, freeze=freeze), batches=toy_batch)
+def test_what_is_frozen_normalises_with_its_running_statistics(tmp_path, model, freeze, is_frozen, fixed):
+    (params, stats), path = given_weights(tmp_path / "w.safetensors", model=model)
+    config = SETTINGS | {"model": model, "init_from": path, "freeze": freeze}
+    found = train(TrainConfig(**config), batches=toy_batch)
     *wanted, losses = plain_loop(params, stats, is_frozen, fixed)
     # float32 sums in another order, after three updates of weights of about 1
     np.testing.assert_allclose(found.losses, losses, rtol=2e-5)

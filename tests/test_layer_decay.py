@@ -39,7 +39,7 @@ def test_layers_are_those_of_timm(name, layers):
 
 def moved(run_dir, **settings):
     """Return how far one update of gradient descent moves each parameter."""
-    config: dict[str, Any] = {"model": "resnet8", "synthetic": True, "image_size": None, "batch": 4, "num_classes": 3}
+    config: dict[str, Any] = {"model": "resnet14", "synthetic": True, "image_size": None, "batch": 4, "num_classes": 3}
     config |= {"momentum": 0.0, "weight_decay": 0.0, "learning_rate": 0.5, "schedule": "constant"}
     before, after = (train(TrainConfig(**config, **settings, steps=steps)).params for steps in (0, 1))
     paths, _ = jax.tree_util.tree_flatten_with_path(jax.tree.map(lambda b, a: np.asarray(a - b), before, after))
