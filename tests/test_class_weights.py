@@ -27,7 +27,9 @@ UNSMOOTHED = jnp.float32(0)
 
 
 def weighted(objective, logits, words, mix_weight=None, smoothing=UNSMOOTHED):
-    return objective.training_loss(logits, words, mix_weight, smoothing, jnp.array(WEIGHTS, jnp.float32))
+    """Compile each call as one program."""
+    loss = jax.jit(lambda *arrays: objective.training_loss(*arrays))
+    return loss(logits, words, mix_weight, smoothing, jnp.array(WEIGHTS, jnp.float32))
 
 
 def test_the_cross_entropy_is_multiplied_by_the_weight_of_the_class_and_averaged_over_the_images():

@@ -113,7 +113,7 @@ def test_auto_is_chosen_by_the_median_and_kept(
     said = run(source, tmp_path / "data", "--size", "auto", *options)
     assert f"Size {right[0]}, after resizing the shorter side to {right[1]} (--size auto): " in said
     assert rule_of(tmp_path / "data") == right
-    folder_of(tmp_path / "images", *[(500, 500)] * 30)
+    folder_of(tmp_path / "images", *[(500, 500)] * (len(sizes) + 3))
     if not options:
         for path in source.rglob("*.png"):
             path.touch()

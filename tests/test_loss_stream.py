@@ -6,6 +6,7 @@ import threading
 import time
 import tracemalloc
 import weakref
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from loopfeed.engine.crossing.pushed import PushedEvaluation, PushedLosses, Push
 from loopfeed.engine.stream import lane, loss_stream, sinks
 from loopfeed.engine.stream.loss_stream import LossStream
 from loopfeed.engine.stream.sinks import EvaluationProgress
+from loopfeed.engine.stream.spooled_losses import SpooledLosses
 from tests.waiting import wait_until
 
 # A bound on what must come, long enough for a loaded machine; never waited for where the code is right.
@@ -409,25 +411,26 @@ def test_the_first_non_finite_loss_is_reported_once(loss):
     assert board.stop_reason is None
 
 
-def test_losses_without_number_take_no_memory():
+def test_losses_without_number_take_no_memory(monkeypatch):
+    monkeypatch.setattr(loss_stream, "SpooledLosses", partial(SpooledLosses, 1 << 12))
     stream = make_stream(wait_of=lambda _: 0.0)
     stream.start([])
     gc.collect()
     try:
-        for first in range(1, 110_001, 1000):
-            if first == 10_001:
+        for first in range(1, 24_001, 1000):
+            if first == 4_001:
                 tracemalloc.start()
             stream.receive(PushedLosses(first, [2.5] * 1000, [0.1] * 1000, float(first)))
         grown = tracemalloc.get_traced_memory()[0]
     finally:
         tracemalloc.stop()
     stream.close()
-    assert stream.num_losses == 110_000
-    assert stream.losses.shape == (110_000,)
+    assert stream.num_losses == 24_000
+    assert stream.losses.shape == (24_000,)
     stream.release()
-    # By 100,000 losses: a Python float for each would be 32 bytes, a number in an array 4; what is held in memory, 4
-    # bytes for each of 65,536, comes and goes.
-    assert grown < 300_000
+    # By 20,000 losses: a Python float for each would be 32 bytes, a number in an array 4; what is held in memory, 4
+    # bytes for each of 4,096, comes and goes.
+    assert grown < 60_000
 
 
 def listed(step, num_numbers):
