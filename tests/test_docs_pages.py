@@ -9,7 +9,9 @@ import shutil
 import tarfile
 import tomllib
 import zipfile
+from functools import cache
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -34,6 +36,7 @@ def template(node: ast.expr) -> str:
     return "…"
 
 
+@cache
 def messages() -> set[str]:
     """Return the text of every expression of strings in the code."""
     found = set()
@@ -73,6 +76,10 @@ def test_every_quoted_message_equals_one_in_the_code_from_end_to_end() -> None:
     assert [words for words in quoted if collapse(words) not in ours] == []
 
 
+def refuse_to_trace(*_: object, **__: object) -> NoReturn:
+    raise ValueError("no program is traced here")
+
+
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the working directory: a finished run and its data, images of one class, and broken archives."""
@@ -80,6 +87,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         recorded.extractall(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(os, "_exit", lambda _: None)
+    # What the messages are about is found before a program is traced.
+    monkeypatch.setattr("loopfeed.engine.run.compiling.trace_ahead", refuse_to_trace)
     (tmp_path / "empty").mkdir()
     (tmp_path / "deep/train").mkdir(parents=True)
     (tmp_path / "single/class").mkdir(parents=True)
