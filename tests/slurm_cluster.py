@@ -29,6 +29,10 @@ def need_slurm() -> None:
     """Skip the test if Slurm is neither installed nor unpacked."""
     if _program("slurmctld") is None or _program("slurmd") is None:
         pytest.skip("Slurm is not installed, and scripts/test --integrations did not unpack it (Debian: slurm-wlm)")
+    try:  # as its daemons look for addresses
+        socket.getaddrinfo(None, 6817, socket.AF_INET, flags=socket.AI_ADDRCONFIG)
+    except socket.gaierror:
+        pytest.skip("Slurm needs an IPv4 address besides that of the loopback, which this machine does not have")
 
 
 class SlurmCluster:
