@@ -141,11 +141,11 @@ def test_a_resume_and_a_replay_need_the_augmentation_again(tmp_path):
     config = plain_config(steps=2, run_dir=str(tmp_path))
     train(config, model=Linear(), batches=toy_batch, augment=shift_levels)
     longer = replace(config, steps=3, resume=True)
-    with pytest.raises(ValueError, match="was trained with an augmentation of your own, which must be given"):
+    with pytest.raises(ValueError, match=r"was trained with an augmentation .*of your own, which must be given"):
         train(longer, model=Linear(), batches=toy_batch)
     with pytest.raises(ValueError, match=r"must keep its own_parts, which was .*shift_levels"):
         train(longer, model=Linear(), batches=toy_batch, augment=drop)
-    with pytest.raises(ValueError, match="was trained with your own augment, which must be given"):
+    with pytest.raises(ValueError, match=r"an augmentation .*of your own, which must be given"):
         replay_run(tmp_path, model=Linear(), batches=toy_batch)
 
 
