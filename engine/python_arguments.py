@@ -12,6 +12,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Final, Literal, NamedTuple, TypeAliasType, Union, get_args, get_origin
 
+from loopfeed.engine.named_parts import OWN_PARTS
 from loopfeed.engine.settings import is_number
 from loopfeed.preprocess.shown_values import shown
 
@@ -45,11 +46,11 @@ type Checks = Mapping[str, tuple[_Kind, ...]]
 def checks_of(signature: inspect.Signature) -> Checks:
     """Return the kinds of each parameter that can be checked, in the order of the parameters that have a position.
 
-    A parameter that cannot be checked has none.
+    A parameter that cannot be checked has none, nor has a part of the user's own, which `loopfeed.engine.parts` checks.
     """
     single = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     declared = [each for each in signature.parameters.values() if each.kind not in single]
-    return {each.name: _kinds_of(each.annotation) or () for each in declared}
+    return {each.name: (each.name not in OWN_PARTS and _kinds_of(each.annotation)) or () for each in declared}
 
 
 def check_arguments(checks: Checks, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
