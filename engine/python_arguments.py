@@ -1,11 +1,10 @@
 """Whether the arguments of a call from Python have the types that the function declares.
 
 Checked are those declared by switches, numbers, strings, paths, mappings and functions alone; the others the functions
-check themselves. Must not import jax or NumPy.
+check themselves. Must not import jax or NumPy, whose scalars are numbers too.
 """
 
 import inspect
-import numbers
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,7 +12,6 @@ from types import NoneType, UnionType
 from typing import Any, Final, Literal, NamedTuple, TypeAliasType, Union, get_args, get_origin
 
 from loopfeed.engine.named_parts import OWN_PARTS
-from loopfeed.engine.settings import is_number
 from loopfeed.preprocess.shown_values import shown
 
 
@@ -24,14 +22,21 @@ class _Kind(NamedTuple):
     accepts: Callable[[Any], bool]
 
 
+class Checks(NamedTuple):
+    """The kinds of each parameter, none if it is not checked, and the names of those that have a position."""
+
+    kinds: Mapping[str, tuple[_Kind, ...]]
+    positions: tuple[str, ...]
+
+
 def _is_switch(value: Any) -> bool:
-    return isinstance(value, bool) or (type(value).__module__, type(value).__name__[:4]) == ("numpy", "bool")
+    return (isinstance(value, int) and value in (0, 1)) or str(getattr(value, "dtype", "")) == "bool"
 
 
 _KINDS: Final[Mapping[Any, _Kind]] = {
     bool: _Kind("True or False", _is_switch),
-    int: _Kind("a whole number", lambda value: is_number(value, numbers.Integral)),
-    float: _Kind("a number", lambda value: is_number(value, numbers.Real)),
+    int: _Kind("a whole number", lambda value: hasattr(type(value), "__index__")),
+    float: _Kind("a number", lambda value: hasattr(type(value), "__float__") or hasattr(type(value), "__index__")),
     str: _Kind("a string", lambda value: isinstance(value, str)),
     os.PathLike: _Kind("a path", lambda value: isinstance(value, os.PathLike)),
     Path: _Kind("a path", lambda value: isinstance(value, os.PathLike)),
@@ -40,23 +45,22 @@ _KINDS: Final[Mapping[Any, _Kind]] = {
     NoneType: _Kind("None", lambda value: value is None),
 }
 
-type Checks = Mapping[str, tuple[_Kind, ...]]
-
 
 def checks_of(signature: inspect.Signature) -> Checks:
-    """Return the kinds of each parameter that can be checked, in the order of the parameters that have a position.
+    """Return the kinds of each parameter of a function.
 
     A parameter that cannot be checked has none, nor has a part of the user's own, which `loopfeed.engine.parts` checks.
     """
-    single = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    declared = [each for each in signature.parameters.values() if each.kind not in single]
-    return {each.name: (each.name not in OWN_PARTS and _kinds_of(each.annotation)) or () for each in declared}
+    declared = signature.parameters.values()
+    kinds = {each.name: _kinds_of(each.annotation) or () for each in declared if each.name not in OWN_PARTS}
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return Checks(kinds, tuple(each.name for each in declared if each.kind in by_position))
 
 
 def check_arguments(checks: Checks, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Raise TypeError for the first argument that is of none of the kinds of its parameter."""
-    for name, value in (*zip(checks, args, strict=False), *kwargs.items()):
-        kinds = checks.get(name, ())
+    for name, value in (*zip(checks.positions, args, strict=False), *kwargs.items()):
+        kinds = checks.kinds.get(name, ())
         if kinds and not any(each.accepts(value) for each in kinds):
             texts = dict.fromkeys(each.text for each in kinds)
             if "a path" in texts:
@@ -74,7 +78,9 @@ def _kinds_of(annotation: Any) -> tuple[_Kind, ...] | None:
         parts = [_kinds_of(each) or _of_class(each) for each in get_args(annotation)]
         return None if None in parts else tuple(kind for part in parts if part is not None for kind in part)
     if origin is Literal:
-        return tuple(_KINDS[kind] for kind in dict.fromkeys(map(type, get_args(annotation))) if kind in _KINDS)
+        words = get_args(annotation)
+        # What is near to another string the function knows itself, but not that "3" is no number.
+        return (_Kind(" or ".join(map(repr, words)), lambda value: isinstance(value, str) and not value.isdecimal()),)
     kind = _KINDS.get(NoneType if annotation is None else origin or annotation)
     return None if kind is None else (kind,)
 

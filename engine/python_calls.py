@@ -18,7 +18,7 @@ from types import FrameType, FunctionType, TracebackType
 from typing import Any, NamedTuple, Unpack, cast, get_args, get_origin, get_type_hints
 
 from loopfeed.engine.config import SETTINGS
-from loopfeed.engine.python_arguments import check_arguments, checks_of
+from loopfeed.engine.python_arguments import Checks, check_arguments, checks_of
 from loopfeed.engine.settings import SettingError
 from loopfeed.preprocess.suggestions import did_you_mean
 
@@ -49,7 +49,7 @@ def called_from_python[**P, T](function: Callable[P, T]) -> Callable[P, T]:
     """
     shown_signature = _shown_signature(function)
     # A dataclass checks its own fields.
-    checks = checks_of(shown_signature) if _is_written(cast(FunctionType, function)) else {}
+    checks = checks_of(shown_signature) if _is_written(cast(FunctionType, function)) else Checks({}, ())
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:

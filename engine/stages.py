@@ -41,8 +41,11 @@ class Stage:
         Stage(until='6e', image_size=128)
     """
 
-    check_names: ClassVar[Callable[[Iterable[str]], None]]
-    """Raise SettingError for a name that no stage has; from `loopfeed.engine.config`, which builds on this module."""
+    check_names: ClassVar[Callable[[Iterable[str]], None]] = staticmethod(lambda _: None)
+    """Raise SettingError for a name that no stage has; from `loopfeed.engine.config`, which builds on this module.
+
+    Without that module, as where a stage is unpickled alone, the settings are checked when they are used.
+    """
 
     def __init__(self, /, *, until: int | str | None = None, until_step: int | None = None, **settings: Any) -> None:
         type(self).check_names(settings)

@@ -1,5 +1,6 @@
 """Values as a message shows them: in one line that somebody reads. Must not import NumPy: commands load it late."""
 
+import reprlib
 from typing import Any
 
 _MOST_BITS = 1024
@@ -9,31 +10,45 @@ _MOST_LETTERS = 200
 def shown(value: Any) -> Any:
     """Return a value as a message can show it: a long integer, an array or any long object by what it is.
 
-    Python does not convert integers of many digits to text, and the text of an array fills a page. Strings and
-    messages of errors stay whole.
+    Python does not convert integers of many digits to text, and the text of an array fills a page. Strings stay whole.
     """
-    if isinstance(value, int) and value.bit_length() > _MOST_BITS:
-        return _Described(f"an integer of {value.bit_length():,} bits")
-    if isinstance(shape := getattr(value, "shape", None), tuple) and shape:
-        return _Described(f"<{type(value).__name__} {list(shape)} of {getattr(value, 'dtype', 'unknown type')}>")
-    if type(value) in (dict, list, tuple):
-        kept = _inside(value)
-        return kept if len(repr(kept)) <= _MOST_LETTERS else _shortened(repr(kept))
-    if value is None or isinstance(value, str | bool | int | float | BaseException):
+    is_long = isinstance(value, int) and value.bit_length() > _MOST_BITS
+    if value is None or (isinstance(value, str | bool | int | float) and not is_long):
         return value
-    return value if len(text := repr(value)) <= _MOST_LETTERS and "\n" not in text else _shortened(text)
+    text = _SHOWN.repr(value)
+    text = text if len(text) <= _MOST_LETTERS else f"{text[: _MOST_LETTERS - 1]}…"
+    return value if not is_long and _SHOWN.is_plain(value, text) else _Described(text)
 
 
-def _inside(value: Any) -> Any:
-    """Return a collection of what is shown for each value in it, up to as many as fill a message."""
-    if type(value) is dict:
-        return {name: shown(value[name]) for name in list(value)[:_MOST_LETTERS]}
-    return type(value)(map(shown, value[:_MOST_LETTERS]))
+class _Shown(reprlib.Repr):
+    """Values by what they are, in one line: none takes long, and none fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlist = self.maxtuple = self.maxdict = self.maxset = self.maxfrozenset = _MOST_LETTERS // 2
+        self.maxstring = self.maxlong = self.maxother = _MOST_LETTERS
+
+    def repr_int(self, number: int, level: int) -> str:
+        bits = number.bit_length()
+        return f"an integer of {bits:,} bits" if bits > _MOST_BITS else super().repr_int(number, level)
+
+    def repr_instance(self, value: Any, level: int) -> str:
+        try:
+            if isinstance(shape := getattr(value, "shape", None), tuple) and shape:
+                return f"<{type(value).__name__} {list(shape)} of {getattr(value, 'dtype', 'unknown type')}>"
+        except Exception:  # noqa: BLE001 - an attribute of anybody's object, in a message about it
+            return f"<{type(value).__name__}>"
+        return " ".join(super().repr_instance(value, level).split())
+
+    def is_plain(self, value: Any, text: str) -> bool:
+        """Return whether a value has that text itself."""
+        try:
+            return repr(value) == text
+        except Exception:  # noqa: BLE001 - as above
+            return False
 
 
-def _shortened(text: str) -> "_Described":
-    line = " ".join(text.split())
-    return _Described(line if len(line) <= _MOST_LETTERS else f"{line[: _MOST_LETTERS - 1]}…")
+_SHOWN = _Shown()
 
 
 class _Described:

@@ -3,8 +3,9 @@
 They are daemons because work may hang, in a file system, a terminal or a library, and must not keep the process from
 exiting. A wait for a worker takes a limit and handles signals soon; the futures of a pool are waited for as usual.
 
-A thread that has ended its work waits for more of the same name. A C library gives each thread a heap of its own, and a
-new thread any of these: in a process that trains again and again on new threads, every heap grows to what one needs.
+On Python 3.12, a thread that has ended its work waits for more of the same name. A C library gives each thread a heap
+of its own, and a new thread any of these: in a process that trains again and again on new threads, every heap grows to
+what one needs.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import itertools
 import math
 import os
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 _LOOK_EVERY_S = 0.1
 # Of a run on 64 cores: a thread for each core to read, to copy and to decode, and some twenty others.
 _MOST_SPARE_THREADS = 256
+# From Python 3.13 on, nothing but the end of a thread drops its `threading.local` values, such as a user's open files.
+_KEEPS_THREADS = sys.version_info < (3, 13)
 SPARE = "spare "
 """What precedes the name of a thread that waits for work."""
 
@@ -139,7 +143,8 @@ class _SpareThreads:
         Raises:
             RuntimeError: the system refuses to start another thread.
         """
-        thread = self._take(name)
+        # One that is kept never runs again once the interpreter ends; a new one is refused by Python.
+        thread = None if sys.is_finalizing() else self._take(name)
         if thread is None:
             thread = _SpareThread(name, next(self._numbers))
             thread.start()
@@ -157,7 +162,7 @@ class _SpareThreads:
     def give_back(self, thread: _SpareThread) -> None:
         """Let a thread, which has made its call, wait for another, or end where too many wait."""
         thread.name = f"{SPARE}{thread.kind}"
-        if len(self._waiting) < _MOST_SPARE_THREADS:
+        if _KEEPS_THREADS and len(self._waiting) < _MOST_SPARE_THREADS:
             self._waiting.append(thread)
         else:
             thread.calls.put(None)

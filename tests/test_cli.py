@@ -104,7 +104,9 @@ def test_a_piped_run_prints_its_settings_and_lines_of_steps_or_only_its_end(tmp_
     assert lines[4].startswith("compiled training program in ")
     assert [line.split("  ")[0] for line in lines[5:8]] == ["step 1/3", "step 2/3", "step 3/3"]
     assert lines[8].startswith("done: 3 steps in ")
-    assert lines[9:] == ["run folder: run"]
+    assert lines[9] == "run folder: run"
+    assert lines[10].startswith("verdict: the run was too short to say what bound it: 3 steps in ")
+    assert lines[11:] == []
     assert done.stderr == ""
     assert (tmp_path / "run/model.safetensors").exists()
     again = run_train(*options, "--steps", 5, "--seed", 3, cwd=tmp_path)

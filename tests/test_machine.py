@@ -118,7 +118,7 @@ def test_a_record_of_an_earlier_version_promises_only_on_the_same_processor(tmp_
     run, told = tmp_path / "run", list[str]()
     how: dict[str, Any] = {"model": Linear(), "batches": toy_batch}
     with monkeypatch.context() as earlier:
-        for module in ("descriptions", "recorder", "train"):
+        for module in ("descriptions", "recorder"):
             earlier.setattr(f"loopfeed.engine.run.{module}.MACHINE", "another key")
         train(toy_config(steps=2, run_dir=run, kernels="xla"), **how)
     replay_run(run, from_step=0, notify=told.append, **how)

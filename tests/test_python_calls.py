@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -16,6 +17,7 @@ from loopfeed import TrainConfig, train
 from loopfeed.engine.config import SETTINGS
 from loopfeed.engine.python_calls import called_from_python, in_python_words
 from loopfeed.engine.run.interrupted import train_interruptibly
+from loopfeed.preprocess.shown_values import shown
 from loopfeed.preprocess.suggestions import WEIGHTS_BY_NAME
 from tests.toy import CountedBatches, Linear, toy_batch, toy_config
 
@@ -162,14 +164,15 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         (
             "pack",
             {"source": ".", "dest": "out", "size": (32, 32)},
-            "size must be a whole number or a string, got (32, 32)",
+            "size must be a whole number or 'auto', got (32, 32)",
         ),
         ("pack", {"source": ".", "dest": "out", "holdout": "0.1"}, "holdout must be a number, got '0.1'"),
         ("pack", {"source": ".", "dest": "out", "workers": 1.5}, "workers must be a whole number or None, got 1.5"),
         ("pack", {"source": ".", "dest": "out", "levels": 3}, "levels must be a string or None, got 3"),
         ("predict", {"run_or_file": ".", "images": [], "settings": [1]}, "settings must be a mapping or None, got [1]"),
         ("predict", {"run_or_file": ".", "images": [], "notify": "x"}, "notify must be a function, got 'x'"),
-        ("export_model", {"run_or_weights": ".", "out": "a", "overwrite": 1}, "overwrite must be True or False, got 1"),
+        ("export_model", {"run_or_weights": ".", "out": "a", "overwrite": 2}, "overwrite must be True or False, got 2"),
+        ("evaluate", {"run": ".", "snapshot": "3"}, "snapshot must be a whole number or 'best' or None, got '3'"),
         ("evaluate", {"run": 3}, "run must be a path or a TrainConfig, got 3 of type int"),
         ("build_model", {"name": "resnet8", "num_classes": 1.5, "image_size": 8}, "num_classes must be a whole number"),
     ],
@@ -191,6 +194,49 @@ def test_numbers_of_numpy_and_paths_are_arguments_too(tmp_path):
         ARRAYS, tmp_path / "packed", size=np.int64(8), workers=np.uint8(1), overwrite=np.bool(True), holdout=0
     )
     assert loopfeed.open_split(tmp_path / "packed", "train").num_images == len(ARRAYS[1])
+    # Scalars of jax, switches as 0 and 1, and names of paths.
+    any_call.top_k(jnp.int32(3))
+    any_call.build_model("resnet8", num_classes=jnp.int32(3), image_size=8)
+    with pytest.raises(ValueError, match="RUN must be a run folder"):
+        any_call.report_run(NONE, "a.html", overwrite=0, evaluate=1)
+    assert any_call.read_runtime(str(tmp_path)) is None
+
+
+def test_parts_and_choices_keep_the_messages_that_say_what_to_give():
+    for name, given, remedy in [
+        ("loss", "cross-entropy", "choose a ready-made loss with TrainConfig(loss=…)"),
+        ("schedule", "cosine", "such as an optax schedule"),
+        ("metrics", ["top3"], "give a dict"),
+    ]:
+        with pytest.raises(ValueError, match="must be") as refused:
+            called.train(toy_config(), model=Linear(), batches=toy_batch, **{name: given})
+        assert remedy in str(refused.value)
+    with pytest.raises(TypeError, match="takes 1 positional argument but 2 were given"):
+        called.train(toy_config(), 3)
+
+
+class Unreadable:
+    def __repr__(self):
+        raise RuntimeError("no")
+
+
+def test_a_value_of_any_kind_is_shown_in_one_short_line():
+    endless: list[Any] = [1]
+    endless.append(endless)
+    for value, text in {
+        "array": (np.zeros((2, 3), np.int8), "<ndarray [2, 3] of int8>"),
+        "long": (10**5000, "an integer of 16,610 bits"),
+        "set of long": ({10**5000}, "{an integer of 16,610 bits}"),
+        "unreadable": (Unreadable(), "<Unreadable instance at 0x"),
+        "endless": (endless, "[1, [1, ["),
+        "path": (Path("a"), "PosixPath('a')"),
+        "list": ([1, "two", None], "[1, 'two', None]"),
+    }.values():
+        found = repr(shown(value))
+        assert found.startswith(text)
+        assert len(found) <= 200
+    assert len(repr(shown([[[0] * 300] * 300] * 300))) <= 200
+    assert str(shown(Path("a"))) == "a"
 
 
 @pytest.mark.parametrize("name", REFUSED)

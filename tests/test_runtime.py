@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -168,6 +170,21 @@ def test_the_use_of_cores_is_that_of_those_allowed(tmp_path, monkeypatch):
         assert core_use.read_core_use() is None
     (tmp_path / "stat").unlink()
     assert core_use.read_core_use() is None
+
+
+def test_the_processes_that_a_run_started_are_its_own_while_they_live():
+    if core_use.read_core_use() is None:
+        pytest.skip("this system does not tell how its cores are used")
+    spinning = "import time\nwhile time.process_time() < 0.5: pass\nprint(flush=True); input()"
+    before = core_use.read_core_use()
+    with subprocess.Popen([sys.executable, "-c", spinning], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        after = core_use.read_core_use()
+        child.communicate(b"\n")
+    assert before is not None
+    assert after is not None
+    assert after.since(before).own_s >= 0.45
 
 
 def test_every_option_that_a_verdict_names_exists():

@@ -106,7 +106,7 @@ def test_names_of_other_trainers_lead_to_the_setting_and_say_what_it_takes():
         "Did you mean --learning-rate-factor? Multiply" in CliRunner().invoke(control_run, ["run", "--lr", "3"]).stderr
     )
     for given, option in {"--val-split": "--holdout", "--image-size": "--size", "--num-workers": "--workers"}.items():
-        assert f"Did you mean {option}? " in CliRunner().invoke(preprocess_imagenet, [given, "5"]).stderr
+        assert f"Did you mean {option}?" in CliRunner().invoke(preprocess_imagenet, [given, "5"]).stderr
     refused = CliRunner().invoke(preprocess_imagenet, ["--size", "32x32"])
     assert "'32x32' is neither a whole number nor auto." in refused.stderr
     for command, others in ((run_train, ["packed"]), (run_eval, ["run", "packed"])):

@@ -35,7 +35,7 @@ _LATE_S = 0.5
 
 
 def load_orbax() -> None:
-    """Import Orbax before the first snapshot, because the import takes 0.2 to 3 s."""
+    """Import Orbax, which a resume reads with, so that fresh and resumed runs look up programs by the same keys."""
     with _quiet():
         import orbax.checkpoint  # noqa: F401
 

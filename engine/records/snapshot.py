@@ -6,8 +6,7 @@ Plain Orbax can read both. Works only on NumPy arrays: the device belongs to the
 call may wait for hours. Must not know: threads.
 
 A snapshot is written in `<folder>/.unfinished/` and moved into place by one rename, so that a crash at any instant
-leaves a whole `<step>` or none. TensorStore syncs the arrays' files to the disk itself; Orbax syncs neither its JSON
-files nor the folders that it creates and renames, so all of these are synced here, before the rename.
+leaves a whole `<step>` or none. All files and folders are synced to the disk here, before the rename.
 """
 
 import errno

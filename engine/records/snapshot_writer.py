@@ -96,7 +96,7 @@ class SnapshotWriter:
         self.worker = Worker(self._work, "snapshot-writer")
 
     def start(self) -> None:
-        """Start the thread, which imports Orbax first; call this once.
+        """Start the thread, which imports Orbax first, as a resume does; call this once.
 
         Do not call this while a program is traced: importing Orbax changes what jax compares when it looks up a traced
         function, so that a program whose tracing began earlier gets a different key in the cache on disk.

@@ -3,6 +3,7 @@
 Owns the order of the steps of a replay. Writes nothing into the run's folder and needs no lock on it.
 """
 
+import os
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -52,9 +53,9 @@ def replay_run(
     *,
     from_step: int | None = None,
     to_step: int | None = None,
-    data: str | None = None,
-    sampling: str | None = None,
-    class_weights: str | None = None,
+    data: str | os.PathLike[str] | None = None,
+    sampling: str | os.PathLike[str] | None = None,
+    class_weights: str | os.PathLike[str] | None = None,
     notify: Callable[[str], None] = lambda _: None,
     display: Callable[[int, int], Sink] | None = None,
     storage_options: Mapping[str, str] | None = None,
@@ -97,7 +98,8 @@ def replay_run(
         >>> report.num_losses, report.differences
         (20, ())
     """
-    given = {"data": data, "sampling": sampling, "class_weights": class_weights}
+    places = {"data": data, "sampling": sampling, "class_weights": class_weights}
+    given = {name: None if place is None else os.fspath(place) for name, place in places.items()}
     return replay_parts(run, (from_step, to_step), take_parts(parts), notify, display, given, storage_options or {})
 
 

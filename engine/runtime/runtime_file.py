@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import types
 from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ _DIGITS = 6
 _MOST = 1 << 62
 
 
-def read_runtime(run: Path) -> RuntimeReport | None:
+def read_runtime(run: str | os.PathLike[str]) -> RuntimeReport | None:
     """Read `runtime.json` of a run folder; return None if there is none, as in runs of earlier releases.
 
     Raises:
@@ -30,7 +31,7 @@ def read_runtime(run: Path) -> RuntimeReport | None:
         >>> len(report.launches)
         1
     """
-    path = run / RUNTIME
+    path = Path(run) / RUNTIME
     try:
         return decode_runtime(read_regular(path, max_bytes=MOST_JSON_BYTES))
     except FileNotFoundError:

@@ -52,7 +52,7 @@ def pack_demo(
 
     Args:
         data: a folder or a TensorStore URL.
-        num_images: training images, at least 10; a fifth as many validation images are packed in addition.
+        num_images: training images, at least 10; a fifth as many validation images, but at least 10, are packed too.
         overwrite: delete an existing pack and start over.
         on_progress: called with a split's name and its progress.
         storage_options: how to reach a remote store, such as ``{"endpoint": "http://127.0.0.1:9000"}``.
