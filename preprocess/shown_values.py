@@ -10,10 +10,11 @@ _MOST_LETTERS = 200
 def shown(value: Any) -> Any:
     """Return a value as a message can show it: a long integer, an array or any long object by what it is.
 
-    Python does not convert integers of many digits to text, and the text of an array fills a page. Strings stay whole.
+    Python does not convert integers of many digits to text, and the text of an array fills a page. Strings stay whole,
+    and errors, whose text is a message itself.
     """
     is_long = isinstance(value, int) and value.bit_length() > _MOST_BITS
-    if value is None or (isinstance(value, str | bool | int | float) and not is_long):
+    if value is None or (isinstance(value, str | bool | int | float | BaseException) and not is_long):
         return value
     text = _SHOWN.repr(value)
     text = text if len(text) <= _MOST_LETTERS else f"{text[: _MOST_LETTERS - 1]}…"
