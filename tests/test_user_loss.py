@@ -276,8 +276,9 @@ def test_a_run_with_own_parts_is_evaluated_and_replayed(tmp_path):
     evaluation = two_headed_batch(99)
     metrics = METRICS | {"wrong_per_bit": WRONG_PER_BIT}
     parts: dict[str, Any] = {"model": TwoHeads(), "evaluation": evaluation, "loss": two_headed_loss}
-    config = two_headed_config(steps=6, run_dir=tmp_path, eval_every_steps=3)
-    result = train(config, batches=two_headed_batch, metrics=metrics, **parts)
+    config = two_headed_config(steps=4, run_dir=tmp_path, eval_every_steps=3)
+    train(config, batches=two_headed_batch, metrics=metrics, **parts)  # whose snapshot is waited for
+    result = train(replace(config, steps=6, resume=True), batches=two_headed_batch, metrics=metrics, **parts)
     record = evaluate(tmp_path, metrics=metrics, **parts).record
     assert record.metrics == result.evaluations[-1].metrics
     assert record.loss == result.evaluations[-1].loss
@@ -287,10 +288,10 @@ def test_a_run_with_own_parts_is_evaluated_and_replayed(tmp_path):
         match=r"was trained with a loss \(.*two_headed_loss\) of your own, which must be given",
     ):
         evaluate(tmp_path, model=TwoHeads(), evaluation=evaluation)
-    report = replay_run(tmp_path, from_step=0, batches=two_headed_batch, metrics=metrics, **parts)
-    assert (report.num_losses, report.num_evaluations, report.differences) == (6, 2, ())
+    report = replay_run(tmp_path, batches=two_headed_batch, metrics=metrics, **parts)
+    assert (report.num_losses, report.num_evaluations, report.differences) == (2, 1, ())
     whole = replay_run(tmp_path, from_step=0, batches=two_headed_batch, metrics=metrics, **parts)
-    assert (whole.num_losses, whole.num_evaluations, whole.differences) == (6, 2, ())
+    assert (whole.num_losses, whole.num_evaluations, whole.differences) == (6, 3, ())  # also at the end of the first
     other = {**metrics, "wrong_bits": lambda outputs, labels: 2 * wrong_bits(outputs, labels)}
     (metric, evaluated) = replay_run(tmp_path, batches=two_headed_batch, metrics=other, **parts).differences
     assert (metric.kind, metric.where) == ("metric", "step 5, wrong_bits")
