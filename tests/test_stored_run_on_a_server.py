@@ -38,7 +38,7 @@ def place(server, tmp_path_factory):
         patched.setenv("XDG_CACHE_HOME", str(folder / ".cache"))
         draw_demo(folder / "photos", num_images=200)
         command(folder, server, "preprocess-imagenet", "photos", "local", "--size", "32", "--shard-images", "64")
-        command(folder, server, *RUN, "--steps", "60", "--run-dir", "whole")
+        command(folder, server, *RUN, "--steps", "60", "--run-dir", "whole", is_small=False)
         yield folder
 
 
@@ -87,7 +87,8 @@ def stopped(server):
 def test_a_killed_run_is_resumed_from_the_store_alone_and_waits_for_a_paused_server(place, server):
     url = url_of("killed")
     location = open_location(url)
-    process = start(place, server, *RUN, "--steps", "60", "--run-dir", url)
+    # Of the size of the registry's, which takes long enough for a kill before its end.
+    process = start(place, server, *RUN, "--steps", "60", "--run-dir", url, is_small=False)
     wait_for(lambda: has_snapshot(location, 10), process)
     process.kill()
     process.communicate()
@@ -95,7 +96,7 @@ def test_a_killed_run_is_resumed_from_the_store_alone_and_waits_for_a_paused_ser
     shutil.rmtree(place / ".cache/loopfeed/runs")
     # Its lease names this machine and a process that has died.
     assert holder_of(location) == process.pid
-    resumed = start(place, server, "run-train", "--run-dir", url, "--resume")
+    resumed = start(place, server, "run-train", "--run-dir", url, "--resume", is_small=False)
     wait_for(lambda: holder_of(location) == resumed.pid, resumed)
     with stopped(server):
         time.sleep(5)

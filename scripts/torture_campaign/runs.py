@@ -189,7 +189,7 @@ class RunKind:
         } | self._folder_faults()
         for fault, name in product(LINE_FAULTS, _LOGS):
             faults[f"{fault}:{name}"] = partial(self._change_lines, name, fault)
-        snapshot = next(key for key in sorted(self.tree) if key.startswith(f"snapshots/{_STEPS}/state/ocdbt"))
+        snapshot = next(key for key in sorted(self.tree) if key.startswith(f"snapshots/{_STEPS}/state/d/"))
         for how, key in [*product(("pipe", "dangling"), (*TOP_FILES, snapshot)), ("removed", "control.jsonl")]:
             faults[f"{how}:{key.split('/')[0]}"] = partial(_replace, key, how)
         return faults
