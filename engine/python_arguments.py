@@ -33,13 +33,14 @@ def _is_switch(value: Any) -> bool:
     return (isinstance(value, int) and value in (0, 1)) or str(getattr(value, "dtype", "")) == "bool"
 
 
+_PATH = _Kind("a path", lambda value: isinstance(value, os.PathLike))
 _KINDS: Final[Mapping[Any, _Kind]] = {
     bool: _Kind("True or False", _is_switch),
     int: _Kind("a whole number", lambda value: hasattr(type(value), "__index__")),
     float: _Kind("a number", lambda value: hasattr(type(value), "__float__") or hasattr(type(value), "__index__")),
     str: _Kind("a string", lambda value: isinstance(value, str)),
-    os.PathLike: _Kind("a path", lambda value: isinstance(value, os.PathLike)),
-    Path: _Kind("a path", lambda value: isinstance(value, os.PathLike)),
+    os.PathLike: _PATH,
+    Path: _PATH,
     Mapping: _Kind("a mapping", lambda value: isinstance(value, Mapping)),
     Callable: _Kind("a function", callable),
     NoneType: _Kind("None", lambda value: value is None),

@@ -39,7 +39,7 @@ from loopfeed.engine.objective.losses import Loss
 from loopfeed.engine.objective.metrics import Metric, PerExample
 from loopfeed.engine.objective.tally import Tally, count_top5
 from loopfeed.engine.owners import OF_AN_EVALUATION, storage_options_of
-from loopfeed.engine.parts import NO_PARTS, UserParts, check_evaluation
+from loopfeed.engine.parts import NO_PARTS, UserParts
 from loopfeed.engine.program.train_state import TrainModel
 from loopfeed.engine.records.trained_run import reading_run
 from loopfeed.engine.records.weights_metadata import classes_of, num_classes_in
@@ -109,7 +109,6 @@ def evaluate(
         board = ControlBoard()
         with StopSignals(board, ignore_message), ExitStack() as stack:
             if evaluation is not None:
-                check_evaluation(evaluation)
                 kind = label_kind(config, has_user_loss=loss is not None)
                 data = open_user(evaluation, batch=config.batch, num_classes=recorded.num_classes, kind=kind)
             else:

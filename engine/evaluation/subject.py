@@ -16,7 +16,7 @@ from loopfeed.engine.config import SETTINGS, TrainConfig
 from loopfeed.engine.crossing.choice import this_platform
 from loopfeed.engine.feed.batches import HasSize, image_shape, largest_size, whole_of
 from loopfeed.engine.named_parts import NAME_FORM, missing_parts
-from loopfeed.engine.parts import UserParts, check_calls
+from loopfeed.engine.parts import UserParts, check_calls, check_evaluation
 from loopfeed.engine.program.kernels import replace_missing_kernels
 from loopfeed.engine.program.train_state import TrainModel, init_weights, name_of_model
 from loopfeed.engine.records.given_weights import read_given_weights, rename_head
@@ -112,6 +112,7 @@ def check_evaluated_parts(recorded: TrainedRun, parts: UserParts, *, has_data: b
             f"{recorded.path} was trained with the ready-made loss {recorded.config.loss}: leave out the loss argument"
         )
     check_user_model(recorded, parts.model, command="run-eval")
+    check_evaluation(parts.evaluation)
     check_calls(parts)
 
 

@@ -227,7 +227,7 @@ class CoreUse:
     Attributes:
         num_cores: number of these cores.
         num_at_once: how many of them a control group lets it use at once.
-        own_s: seconds of cores that the process and its ended children took.
+        own_s: seconds of cores that the process and those that it started took.
         others_s: seconds that everything else took, other virtual machines included.
         idle_s: seconds in which cores were idle.
     """
